@@ -1,0 +1,3 @@
+"""Reinforcement learning of GPT-OSS with Megatron-Core and vLLM."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,159 @@
+"""What crosses a border between rooms: frozen records, shapes and units in the field comments.
+
+In: nothing. Out: the records. No behaviour beyond `check()`, which raises ValueError when a record contradicts itself.
+
+Shape legend: T tokens of one conversation or of one packed microbatch, S sequences, N predicted (trained) tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PolicyVersion = int  # 0 is the policy a run starts from; each optimizer update that is published adds one
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, as a task poses it."""
+
+    id: str  # stable and unique within a run: "arithmetic/train/17"
+    task: str  # registry name of the task that can reward it
+    text: str  # the user's words
+    gold: str  # reference answer, in the form the task compares with
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One assistant turn asked of an engine. Token ids in."""
+
+    request_id: str  # unique over the run, also over restarts of an engine
+    conversation_id: str  # turns of one conversation prefer the same engine (prefix cache)
+    token_ids: tuple[int, ...]  # [T] everything so far
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]  # sampling ends after one of these; it is part of the result
+    temperature: float
+    seed: int | None = None  # None: the engine's own stream
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """One assistant turn as an engine sampled it. Token ids and log-probs out."""
+
+    token_ids: tuple[int, ...]  # [T] new tokens only, the stop token included
+    logp: tuple[float, ...]  # [T] log-prob under the distribution sampled from (temperature applied), nats
+    stop_reason: str  # "stop" | "length" | "abort"
+    version: PolicyVersion  # weights that sampled it
+
+    def check(self) -> None:
+        if len(self.token_ids) != len(self.logp):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logp)} log-probs")
+        if self.stop_reason not in ("stop", "length", "abort"):
+            raise ValueError(f"unknown stop reason {self.stop_reason!r}")
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One term of a reward, kept apart for the archive."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished conversation with its reward. What is trained is exactly what was sampled."""
+
+    prompt: Prompt
+    index: int  # place in its group, 0 .. group_size-1
+    token_ids: tuple[int, ...]  # [T] the whole conversation, append-only over turns
+    sampled: tuple[bool, ...]  # [T] True where the engine sampled the token (these are trained)
+    logp: tuple[float, ...]  # [T] the engine's log-prob where sampled, 0.0 elsewhere, nats
+    versions: tuple[PolicyVersion, ...]  # one per assistant turn
+    num_tool_calls: int
+    stop_reason: str  # "final" | "malformed" | "length" (turn too long) | "context" (conversation too long) | "max_turns" | "aborted"
+    answer: str | None  # as parsed from the final channel
+    reward: float
+    reward_parts: tuple[RewardPart, ...]
+    labels: tuple[str, ...] = ()  # task's own words about the behaviour: "no-call", "stopped-early", "right", …
+
+    def check(self) -> None:
+        T = len(self.token_ids)
+        if not (len(self.sampled) == len(self.logp) == T):
+            raise ValueError(f"rollout {self.prompt.id}#{self.index}: {T} tokens, {len(self.sampled)} flags, {len(self.logp)} log-probs")
+        if any(lp != 0.0 for lp, s in zip(self.logp, self.sampled, strict=True) if not s):
+            raise ValueError(f"rollout {self.prompt.id}#{self.index}: a log-prob on a token that was not sampled")
+        if self.sampled and self.sampled[0]:
+            raise ValueError(f"rollout {self.prompt.id}#{self.index}: the first token cannot be sampled")
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """All rollouts of one prompt; advantages compare them with each other."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on."""
+
+    name: str  # "<prompt id>#<index>", for messages and dumps
+    token_ids: tuple[int, ...]  # [T]
+    trained: tuple[bool, ...]  # [T] True where the token's log-prob enters the loss; never the first
+    engine_logp: tuple[float, ...]  # [T] nats, 0.0 where not trained
+    advantage: float  # the same for all trained tokens of the sequence
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.trained)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed samples for one forward and backward pass: no padding, one row. Tensors live on the CPU until a worker moves them."""
+
+    names: tuple[str, ...]  # [S] sample names
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, restarting at 0 in every sequence
+    cu_seqlens: Tensor  # int32 [S+1], first 0, last T
+    max_seqlen: int
+    predict_N: Tensor  # int64, index t into T whose *next* token t+1 is trained
+    target_N: Tensor  # int64, that next token
+    sample_N: Tensor  # int64, which of the S sequences it belongs to
+    advantage_N: Tensor  # float32
+    engine_logp_N: Tensor  # float32, nats
+
+    def check(self) -> None:
+        T, N = self.tokens_T.numel(), self.predict_N.numel()
+        if int(self.cu_seqlens[-1]) != T or len(self.names) != self.cu_seqlens.numel() - 1:
+            raise ValueError("cu_seqlens does not cover the packed tokens")
+        for field in ("target_N", "sample_N", "advantage_N", "engine_logp_N"):
+            if getattr(self, field).numel() != N:
+                raise ValueError(f"{field} has {getattr(self, field).numel()} entries, predict_N has {N}")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one training step measured, reduced over ranks and microbatches. Field comments give the metric name in metrics.jsonl."""
+
+    loss: float  # train/loss
+    grad_norm: float  # grad/norm, before clipping
+    learning_rate: float  # train/lr
+    num_tokens: int  # train/tokens, trained tokens
+    skipped: bool  # train/skipped, True when no optimizer step was taken
+    ratio_max_abs_dev: float  # policy/ratio_max_abs_dev
+    clip_fraction: float  # policy/clip_fraction
+    entropy: float  # policy/entropy, nats per trained token
+    kl_ref: float  # policy/kl_ref, nats per trained token, 0.0 when there is no reference
+    k1: float  # mismatch/k1, mean of (engine - trainer) log-prob
+    k3: float  # mismatch/k3
+    logp_abs_mean: float  # mismatch/logp_abs_mean
+    logp_abs_max: float  # mismatch/logp_abs_max
+    ess: float  # mismatch/ess, effective sample size of the token weights, 0..1
+    truncated_fraction: float  # mismatch/truncated_fraction, share of token weights cut by the importance cap
+    problem: str = ""  # when skipped: which microbatch, which value, where it was dumped
