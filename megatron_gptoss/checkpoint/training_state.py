@@ -1,0 +1,166 @@
+"""Training checkpoints: Megatron distributed checkpoints with everything a run needs to go on as if it had not stopped.
+
+In: the parts of one training world. Out: a folder with `config.json` (the architecture, Hugging Face layout), Megatron's shards, and the
+marker `COMPLETE`, written last. A save goes to a temporary name and is renamed when it is whole; a torn one is never chosen.
+It does not decide when to save, nor read Hugging Face weights (hf_files.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_gptoss.config.hf_config import write_hf_config
+from megatron_gptoss.config.schema import ModelConfig
+from megatron_gptoss.errors import CheckpointError
+from megatron_gptoss.trainer.optimizer import prepare_empty_state, separate_steps
+
+MARKER = "COMPLETE"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, beside weights and moments."""
+
+    step: int  # finished training steps; also the tracker's step
+    policy_version: int  # version the engines were last given
+    prompt_cursor: int  # training prompts taken so far
+    skipped_in_a_row: int = 0
+
+
+def _metadata() -> dict[str, Any]:
+    # chained_optim_avoid_prefix: without it the optimizer's keys depend on whether experts are divided (facts/megatron_core.md, 3.6).
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _sharded_state(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer | None, schedule: OptimizerParamScheduler | None, *, loading: bool
+) -> dict[str, Any]:
+    metadata = _metadata()
+    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None and schedule is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
+        state["schedule"] = schedule.state_dict()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state["random"] = ShardedObject("random", _random_state(), (world,), (rank,), replica_id=0)
+    return state
+
+
+def bytes_needed(model: DistributedDataParallel) -> int:
+    """What a checkpoint of this rank's model takes at most: weights once and three fp32 copies (master weights and both moments)."""
+    return sum(p.numel() * (p.element_size() + 12) for p in model.module.parameters())
+
+
+def save_training_state(
+    path: Path,
+    *,
+    config: ModelConfig,
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer,
+    schedule: OptimizerParamScheduler,
+    progress: Progress,
+) -> None:
+    """Write `path` (all ranks call this). An existing complete checkpoint of that name is kept until the new one is whole.
+
+    Raises CheckpointError when the disk is full or the folder cannot be written; what was complete before stays complete.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    lead = dist.get_rank() == 0
+    try:
+        if lead:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            free, needed = shutil.disk_usage(temporary).free, bytes_needed(model) * dist.get_world_size()
+            if free < needed:
+                raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free, about {needed / 2**20:.1f} MiB needed")
+        dist.barrier()
+        state = _sharded_state(model, optimizer, schedule, loading=False)
+        state["progress"] = asdict(progress)
+        dist_checkpointing.save(state, str(temporary))
+        dist.barrier()
+        if lead:
+            write_hf_config(config, temporary / "config.json")
+            (temporary / MARKER).write_text(f"step {progress.step}\n")
+            if path.exists():
+                shutil.rmtree(path)
+            os.replace(temporary, path)
+        dist.barrier()
+    except BaseException as error:  # Megatron's CheckpointException is a BaseException
+        if lead:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        kept = sorted(p.name for p in path.parent.glob("step-*") if (p / MARKER).exists())
+        last = f"the last complete checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier checkpoint"
+        raise CheckpointError(f"cannot save {path}: {' '.join(str(error).split())[-300:]}. Free some space or set run.dir elsewhere; {last}.") from None
+
+
+def load_training_state(
+    path: Path,
+    *,
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer | None = None,
+    schedule: OptimizerParamScheduler | None = None,
+) -> Progress:
+    """Load `path` into the parts given (all ranks call this). Without an optimizer only the weights are read.
+
+    Returns the run's progress. Raises CheckpointError when the folder is no complete checkpoint or does not fit.
+    """
+    if not (path / MARKER).exists():
+        raise CheckpointError(f"{path} is no complete checkpoint: it has no file {MARKER}.")
+    if optimizer is not None:
+        prepare_empty_state(optimizer)
+    try:
+        state = _sharded_state(model, optimizer, schedule, loading=True)
+        state = dist_checkpointing.load(state, str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Megatron's CheckpointException is a BaseException
+        raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
+    model.module.load_state_dict(state["model"])
+    if optimizer is not None and schedule is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        separate_steps(optimizer)
+        schedule.load_state_dict(state["schedule"])
+        _set_random_state(state["random"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    known = {f.name for f in fields(Progress)}
+    return Progress(**{k: v for k, v in state["progress"].items() if k in known})

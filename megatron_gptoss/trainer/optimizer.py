@@ -1,0 +1,117 @@
+"""The Megatron-Core optimizer of one training world, its learning-rate schedule, and a step that refuses values that are not finite.
+
+In: a model wrapped for data parallelism. Out: updated parameters. It does not compute losses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_gptoss.config.schema import OptimizerFields
+
+
+def _accept_step_of_torch_adam() -> None:
+    """torch's AdamW keeps `step` beside the moments; Megatron-Core 0.19.2's reshardable loader does not pass it on and raises KeyError.
+
+    A value that is no tensor is skipped there, so 0 leaves the step alone that `load_state_dict` has just restored.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if getattr(original, "accepts_step", False):
+        return
+
+    def with_step(self, model_param, tensors):
+        return original(self, model_param, {"step": 0, **tensors})
+
+    with_step.accepts_step = True  # pyright: ignore[reportFunctionMemberAccess]
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+def prepare_empty_state(optimizer: ChainedOptimizer) -> None:
+    """Give torch's AdamW zero moments and a step, so that a checkpoint has something to load into."""
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer)
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def separate_steps(optimizer: ChainedOptimizer) -> None:
+    """After loading, Megatron hands one `step` tensor to all parameters; AdamW would then count it up once per parameter, not per update."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def make_optimizer(fields: OptimizerFields, model: DistributedDataParallel, *, dtype: torch.dtype) -> ChainedOptimizer:
+    """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks, clipping by the global norm."""
+    _accept_step_of_torch_adam()
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=fields.lr,
+        min_lr=fields.lr * fields.min_lr_ratio,
+        adam_beta1=fields.beta1,
+        adam_beta2=fields.beta2,
+        weight_decay=fields.weight_decay,
+        clip_grad=fields.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        log_num_zeros_in_grad=False,
+    )
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    assert isinstance(optimizer, ChainedOptimizer)
+    return optimizer
+
+
+def make_schedule(fields: OptimizerFields, optimizer: ChainedOptimizer, *, total_updates: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then decay to `min_lr_ratio` at the last update.
+
+    Update k (from 1) uses the schedule's value at k: the scheduler is advanced before each update, so the first update is not made at rate 0.
+    """
+    warmup = min(fields.warmup_steps, max(total_updates - 1, 0))
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=fields.lr,
+        min_lr=fields.lr * fields.min_lr_ratio,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_updates, warmup + 1),
+        lr_decay_style=fields.decay,
+        start_wd=fields.weight_decay,
+        end_wd=fields.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    grad_norm: float  # before clipping; may be nan or inf
+    stepped: bool
+
+
+def guarded_step(optimizer: ChainedOptimizer) -> StepResult:
+    """Clip and step, unless the gradient norm is not finite: then nothing changes.
+
+    Megatron's own `step()` checks for infinities only under fp16 loss scaling; in fp32 and bf16 a nan would go straight into the weights.
+    The norm is reduced over all ranks, so all ranks decide alike.
+    """
+    found_inf = optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    norm = float(norm) if norm is not None else 0.0
+    if found_inf or not math.isfinite(norm):
+        return StepResult(norm, stepped=False)
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+    return StepResult(norm, stepped=bool(optimizer.step_with_ready_grads()))
