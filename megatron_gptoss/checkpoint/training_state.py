@@ -11,7 +11,7 @@ import errno
 import os
 import random
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_gptoss.checkpoint.progress import MARKER, Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.errors import CheckpointError
-from megatron_gptoss.trainer.optimizer import prepare_empty_state, separate_steps
-
-MARKER = "COMPLETE"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, beside weights and moments."""
-
-    step: int  # finished training steps; also the tracker's step
-    policy_version: int  # version the engines were last given
-    prompt_cursor: int  # training prompts taken so far
-    skipped_in_a_row: int = 0
 
 
 def _metadata() -> dict[str, Any]:
@@ -68,6 +57,37 @@ def _set_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _accept_step_of_torch_adam() -> None:
+    """torch's AdamW keeps `step` beside the moments; Megatron-Core 0.19.2's reshardable loader does not pass it on and raises KeyError.
+
+    A value that is no tensor is skipped there, so 0 leaves the step alone that `load_state_dict` has just restored.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if getattr(original, "accepts_step", False):
+        return
+
+    def with_step(self, model_param, tensors):
+        return original(self, model_param, {"step": 0, **tensors})
+
+    with_step.accepts_step = True  # pyright: ignore[reportFunctionMemberAccess]
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+def _prepare_empty_state(optimizer: ChainedOptimizer) -> None:
+    """Give torch's AdamW zero moments and a step, so that a checkpoint has something to load into."""
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer)
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def _separate_steps(optimizer: ChainedOptimizer) -> None:
+    """After loading, Megatron hands one `step` tensor to all parameters; AdamW would then count it up once per parameter, not per update."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 def _sharded_state(
@@ -146,7 +166,8 @@ def load_training_state(
     if not (path / MARKER).exists():
         raise CheckpointError(f"{path} is no complete checkpoint: it has no file {MARKER}.")
     if optimizer is not None:
-        prepare_empty_state(optimizer)
+        _accept_step_of_torch_adam()
+        _prepare_empty_state(optimizer)
     try:
         state = _sharded_state(model, optimizer, schedule, loading=True)
         state = dist_checkpointing.load(state, str(path))
@@ -157,7 +178,7 @@ def load_training_state(
     model.module.load_state_dict(state["model"])
     if optimizer is not None and schedule is not None:
         optimizer.load_state_dict(state["optimizer"])
-        separate_steps(optimizer)
+        _separate_steps(optimizer)
         schedule.load_state_dict(state["schedule"])
         _set_random_state(state["random"])
     elif optimizer is not None:

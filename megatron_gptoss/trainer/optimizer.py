@@ -12,47 +12,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_gptoss.config.schema import OptimizerFields
 
 
-def _accept_step_of_torch_adam() -> None:
-    """torch's AdamW keeps `step` beside the moments; Megatron-Core 0.19.2's reshardable loader does not pass it on and raises KeyError.
-
-    A value that is no tensor is skipped there, so 0 leaves the step alone that `load_state_dict` has just restored.
-    """
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(original, "accepts_step", False):
-        return
-
-    def with_step(self, model_param, tensors):
-        return original(self, model_param, {"step": 0, **tensors})
-
-    with_step.accepts_step = True  # pyright: ignore[reportFunctionMemberAccess]
-    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
-
-
-def prepare_empty_state(optimizer: ChainedOptimizer) -> None:
-    """Give torch's AdamW zero moments and a step, so that a checkpoint has something to load into."""
-    for part in optimizer.chained_optimizers:
-        part.init_state_fn(part.optimizer)
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
-
-
-def separate_steps(optimizer: ChainedOptimizer) -> None:
-    """After loading, Megatron hands one `step` tensor to all parameters; AdamW would then count it up once per parameter, not per update."""
-    for part in optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
 def make_optimizer(fields: OptimizerFields, model: DistributedDataParallel, *, dtype: torch.dtype) -> ChainedOptimizer:
     """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks, clipping by the global norm."""
-    _accept_step_of_torch_adam()
     config = OptimizerConfig(
         optimizer="adam",
         lr=fields.lr,

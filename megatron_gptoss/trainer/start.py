@@ -1,0 +1,136 @@
+"""A training world seen from the driver: start one actor per rank, call all ranks at once, stop them.
+
+In: settings. Out: the ranks' results, rank 0 first, or one error that names the rank, the phase and the log.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from megatron_gptoss.checkpoint.progress import Progress
+from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
+from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
+from megatron_gptoss.types import MicroBatch, StepStats
+
+LOG_LINES = 12
+
+
+@dataclass(frozen=True)
+class RankResources:
+    cpus: float
+    gpus: float
+
+
+def log_tail(path: Path, lines: int = LOG_LINES) -> str:
+    try:
+        return "\n".join("  " + line for line in path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return "  (no log)"
+
+
+class TrainingWorld:
+    """Handles of all ranks. Every method is one phase with a deadline."""
+
+    def __init__(self, settings: TrainerSettings, resources: RankResources) -> None:
+        self.settings = settings
+        self.timeout_s = settings.trainer.step_timeout_s
+        environment = {"OMP_NUM_THREADS": str(settings.trainer.threads_per_rank)}
+        if not settings.use_gpu:
+            # Megatron's helpers are torch.compile functions; on a CPU they would start a C++ compiler and round differently.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        remote = ray.remote(TrainerWorker)
+        self.actors: list[Actor] = [
+            remote.options(
+                name=f"trainer-{rank}-{os.getpid()}",
+                num_cpus=resources.cpus,
+                num_gpus=resources.gpus,
+                max_restarts=0,
+                runtime_env={"env_vars": environment},
+            ).remote(settings, rank)
+            for rank in range(settings.shape.world)
+        ]
+        self.pids: list[int] = []
+        self._last = "launch"
+
+    def log(self, rank: int) -> Path:
+        return Path(self.settings.log_dir) / f"trainer-{rank}.log"
+
+    def _all(self, phase: str, method: str, per_rank: Sequence[tuple]) -> list:
+        """Call `method` on every rank; the first failure or the deadline ends the phase."""
+        calls = [getattr(actor, method).remote(*arguments) for actor, arguments in zip(self.actors, per_rank, strict=True)]
+        pending, deadline = list(calls), time.monotonic() + self.timeout_s
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), num_returns=1)
+            if not done:
+                raise self._expired(phase, [calls.index(c) for c in pending])
+            try:
+                ray.get(done[0])
+            except ray.exceptions.RayActorError as error:
+                raise self._died(calls.index(done[0]), phase, error) from None
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, GptossError):
+                    raise cause from None
+                raise self._died(calls.index(done[0]), phase, error) from error
+        self._last = phase
+        return ray.get(calls)
+
+    def _same(self, phase: str, method: str, *arguments: object) -> list:
+        return self._all(phase, method, [arguments] * len(self.actors))
+
+    def _died(self, rank: int, phase: str, error: Exception) -> TrainerFailed:
+        words = " ".join(str(getattr(error, "cause", error)).split())[:300]
+        return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {self.log(rank)}:\n{log_tail(self.log(rank))}")
+
+    def _expired(self, phase: str, missing: list[int]) -> DeadlineExpired:
+        for rank in missing:
+            if rank < len(self.pids):
+                try:
+                    os.kill(self.pids[rank], signal.SIGUSR1)
+                except OSError:  # on another node, or gone
+                    continue
+        logs = ", ".join(str(self.log(rank)) for rank in missing)
+        return DeadlineExpired(
+            f"the trainer did not {phase} within {self.timeout_s:.0f} s (trainer.step_timeout_s); waiting for rank {missing}. "
+            f"Last finished: {self._last}. Stacks were written to {logs}."
+        )
+
+    # -- phases --------------------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """Build all ranks. Returns the parameters of rank 0."""
+        self.pids = self._same("start", "pid")
+        return self._same("build the model", "start")[0]
+
+    def resume(self, path: Path) -> Progress:
+        return self._same("load the checkpoint", "resume", str(path))[0]
+
+    def score(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], temperature: float) -> list:
+        """`minibatches[m][rank]` are microbatches. Returns scores[rank][m][microbatch]."""
+        return self._all("score", "score", [([m[rank] for m in minibatches], temperature) for rank in range(len(self.actors))])
+
+    def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: object, old: list | None = None) -> StepStats:
+        """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
+        arguments = [([m[rank] for m in minibatches], how, None if old is None else old[rank]) for rank in range(len(self.actors))]
+        return self._all("update", "update", arguments)[0]
+
+    def export_weights(self) -> ExportedWeights:
+        return self._same("gather the weights", "export_weights")[0]
+
+    def save(self, path: Path, progress: Progress) -> None:
+        self._same("save", "save", str(path), progress)
+
+    def fingerprint(self) -> list[dict[str, str]]:
+        return self._same("hash its state", "fingerprint")
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []

@@ -1,0 +1,334 @@
+"""One rank of a training world: scores and updates packed microbatches.
+
+In: microbatches of this data-parallel rank. Out: log-probs, or updated weights with what was measured. It knows no Ray, no engine and no
+task; `worker.py` puts it into an actor.
+
+Legend: T packed tokens, N predicted tokens, V vocabulary, C hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_gptoss.checkpoint.weight_map import load_hf
+from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, RlConfig, TrainerConfig
+from megatron_gptoss.errors import TrainerFailed
+from megatron_gptoss.logprob.reference import selected_logprob
+from megatron_gptoss.model.build import build_model
+from megatron_gptoss.model.gpt_oss import packed_params
+from megatron_gptoss.parallel.shape import ParallelShape
+from megatron_gptoss.rl.correction import correct
+from megatron_gptoss.rl.diagnostics import Totals
+from megatron_gptoss.rl.losses import nll_loss, ppo_loss
+from megatron_gptoss.trainer.optimizer import guarded_step, make_optimizer, make_schedule
+from megatron_gptoss.types import MicroBatch, StepStats
+
+Minibatch = Sequence[MicroBatch]  # this rank's microbatches of one optimizer update
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a forward pass knows about the predicted tokens of one microbatch."""
+
+    logp_N: Tensor  # float32, nats
+    entropy_N: Tensor  # float32, nats
+
+
+@dataclass(frozen=True)
+class Update:
+    """Everything `update` needs beside the microbatches."""
+
+    policy: RlConfig | None  # None: negative log-likelihood (warm start)
+    temperature: float = 1.0
+    dump_dir: Path | None = None  # where a microbatch that is not finite is written
+    label: str = ""  # "step-12", for dumps
+
+
+class Trainer:
+    """Model, optimizer and schedule of one rank. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        shape: ParallelShape,
+        optimizer: OptimizerFields,
+        *,
+        total_updates: int,
+        fault: str = "none",
+    ) -> None:
+        self.model_config = model
+        self.config = trainer
+        self.shape = shape
+        self.dtype = getattr(torch, trainer.dtype)
+        self.module = build_model(model, shape, dtype=self.dtype, fault=fault)
+        wrapped = Float16Module(self.module.config, self.module) if self.dtype == torch.bfloat16 else self.module
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False)
+        self.model = DistributedDataParallel(self.module.config, ddp, wrapped)
+        self.optimizer = make_optimizer(optimizer, self.model, dtype=self.dtype)
+        self.schedule = make_schedule(optimizer, self.optimizer, total_updates=total_updates)
+        self.reference: list[Tensor] | None = None
+        self.skipped_in_a_row = 0
+
+    # -- weights -------------------------------------------------------------------------------------------------------------------------
+
+    def load_hf(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill the parameters from full Hugging Face tensors, each rank its part. Raises CheckpointError on names or shapes that do not fit."""
+        load_hf(self.module, self.model_config, tensors)
+
+    def fingerprint(self) -> dict[str, str]:
+        """sha256 of weights, moments, schedule and random state of this rank: equal digests mean equal bits."""
+        parts: dict[str, object] = {
+            "weights": {name: p.detach() for name, p in self.module.named_parameters()},
+            "moments": [
+                [{k: v for k, v in sorted(state.items())} for state in part.optimizer.state.values()]
+                for part in self.optimizer.chained_optimizers
+            ],
+            "schedule": self.schedule.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        digests = {}
+        for name, value in parts.items():
+            buffer = io.BytesIO()
+            torch.save(_plain(value), buffer)
+            digests[name] = hashlib.sha256(buffer.getvalue()).hexdigest()
+        return digests
+
+    def weights_changed(self) -> None:
+        """Call after the module's parameters were written from outside: the optimizer takes its master weights from them."""
+        self.optimizer.reload_model_params()
+
+    def keep_reference(self) -> None:
+        """Keep the weights of now as the reference policy of the KL term."""
+        self.reference = [p.detach().clone() for p in self.module.parameters()]
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        assert self.reference is not None
+        current = [p.detach().clone() for p in self.module.parameters()]
+        with torch.no_grad():
+            for p, r in zip(self.module.parameters(), self.reference, strict=True):
+                p.copy_(r)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, c in zip(self.module.parameters(), current, strict=True):
+                    p.copy_(c)
+
+    # -- forward -------------------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: MicroBatch, temperature: float, model: torch.nn.Module) -> Tensor:
+        """[2, N]: log-probs and entropies of the predicted tokens. Only their positions pass through the head."""
+
+        def head(hidden: Tensor, weight_VC: Tensor) -> Tensor:
+            hidden_NC = hidden.reshape(-1, hidden.shape[-1])[batch.predict_N]
+            logp_N, entropy_N = selected_logprob(
+                hidden_NC, weight_VC, batch.target_N, temperature=temperature, chunk=self.config.logprob_chunk
+            )
+            return torch.stack([logp_N, entropy_N])
+
+        return model(
+            input_ids=batch.tokens_T[None],
+            position_ids=batch.positions_T[None],
+            attention_mask=None,
+            packed_seq_params=packed_params(batch.cu_seqlens, batch.max_seqlen),
+            head=head,
+        )
+
+    @torch.no_grad()
+    def score(self, batches: Minibatch, *, temperature: float = 1.0, reference: bool = False) -> list[TokenScores]:
+        """Log-probs of the trained tokens under the current (or the reference) policy, without gradients.
+
+        In training mode as in an update: the same code path gives the same bits.
+        """
+        if reference:
+            with self._reference_weights():
+                return self.score(batches, temperature=temperature)
+        scores = [self._forward(b, temperature, self.model) for b in batches]
+        return [TokenScores(logp_N=s[0], entropy_N=s[1]) for s in scores]
+
+    # -- update --------------------------------------------------------------------------------------------------------------------------
+
+    def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None = None) -> StepStats:
+        """One optimizer update per minibatch and epoch.
+
+        `old` holds the log-probs scored before the first update, in the same packing. None means the update is on-policy: the old log-prob is
+        the current one, detached, so the ratio is exactly 1 however the forward pass rounds.
+        """
+        epochs = how.policy.epochs if how.policy else 1
+        on_policy = old is None
+        assert not on_policy or how.policy is None or (epochs == 1 and len(minibatches) == 1)
+        ref: list[list[TokenScores]] | None = None
+        if how.policy is not None and how.policy.kl_coef > 0.0:
+            ref = [self.score(m, temperature=how.temperature, reference=True) for m in minibatches]
+        measured = Totals.empty()
+        norm, stepped, problem = 0.0, True, ""
+        for epoch in range(epochs):
+            for i, minibatch in enumerate(minibatches):
+                totals = self._accumulate(minibatch, how, old[i] if old is not None else None, ref[i] if ref is not None else None)
+                if epoch == 0:
+                    measured.sums += totals.sums
+                    measured.maxima = torch.maximum(measured.maxima, totals.maxima)
+                norm, stepped = self._step(totals)
+                if not stepped:
+                    problem = self._explain(minibatch, how, old[i] if old is not None else None)
+                    break
+            if not stepped:
+                break
+        self._count_skips(stepped, problem)
+        return StepStats(
+            loss=measured.mean("loss"),
+            grad_norm=norm,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            num_tokens=int(measured.sum("tokens")),
+            skipped=not stepped,
+            ratio_max_abs_dev=measured.maximum("ratio_dev"),
+            clip_fraction=measured.mean("clipped"),
+            entropy=measured.mean("entropy"),
+            kl_ref=measured.mean("kl_ref"),
+            k1=measured.mean("k1"),
+            k3=measured.mean("k3"),
+            logp_abs_mean=measured.mean("logp_abs"),
+            logp_abs_max=measured.maximum("logp_abs"),
+            ess=measured.ess,
+            truncated_fraction=measured.mean("truncated"),
+            problem=problem,
+        )
+
+    def _accumulate(
+        self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None
+    ) -> Totals:
+        """Forward and backward over the microbatches. Returns totals over all ranks; gradients are reduced and divided by all tokens."""
+        totals = Totals.empty()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        todo = iter(range(len(minibatch)))
+
+        def forward_step(_: object, model: torch.nn.Module):
+            j = next(todo)
+            batch = minibatch[j]
+            out = self._forward(batch, how.temperature, model)
+
+            def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss_sum = self._loss(batch, scores, how, old[j] if old else None, ref[j] if ref else None, totals)
+                return loss_sum, torch.tensor(batch.target_N.numel(), dtype=torch.int), {}
+
+            return out, loss
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=[self.model],
+            num_microbatches=len(minibatch),
+            seq_length=0,  # unused without a pipeline
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(totals.sums, group=group)
+        dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
+        return totals
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        scores: Tensor,
+        how: Update,
+        old: TokenScores | None,
+        ref: TokenScores | None,
+        totals: Totals,
+    ) -> Tensor:
+        logp_N, entropy_N = scores[0], scores[1]
+        before_N = old.logp_N if old is not None else logp_N.detach()
+        if how.policy is None:
+            loss_sum = nll_loss(logp_N, batch.advantage_N)
+            ones_N, none_N = torch.ones_like(before_N), torch.zeros_like(before_N)
+            totals.add(
+                loss_sum=loss_sum, logp_N=before_N, engine_logp_N=before_N, entropy_N=entropy_N, ratio_N=ones_N,
+                clipped_N=none_N, kl_ref_N=none_N, weight_N=ones_N, truncated_N=none_N,
+            )  # fmt: skip
+            return loss_sum
+        policy = how.policy
+        correction = correct(policy.correction, before_N, batch.engine_logp_N, cap=policy.correction_cap)
+        result = ppo_loss(
+            logp_N,
+            before_N,
+            batch.advantage_N,
+            correction.weight_N,
+            clip_low=policy.clip_low,
+            clip_high=policy.clip_high,
+            entropy_N=entropy_N,
+            entropy_coef=policy.entropy_coef,
+            ref_logp_N=ref.logp_N if ref is not None else None,
+            kl_coef=policy.kl_coef,
+        )
+        totals.add(
+            loss_sum=result.loss_sum, logp_N=before_N, engine_logp_N=batch.engine_logp_N, entropy_N=entropy_N, ratio_N=result.ratio_N,
+            clipped_N=result.clipped_N, kl_ref_N=result.kl_ref_N, weight_N=correction.weight_N, truncated_N=correction.truncated_N,
+        )  # fmt: skip
+        return result.loss_sum
+
+    def _step(self, totals: Totals) -> tuple[float, bool]:
+        """The optimizer step, unless the loss or the gradient norm is not finite. `totals` are already the same on all ranks."""
+        if not bool(torch.isfinite(totals.sums).all()):
+            return float("nan"), False
+        self.schedule.step(increment=1)
+        result = guarded_step(self.optimizer)
+        return result.grad_norm, result.stepped
+
+    # -- when a value is not finite ------------------------------------------------------------------------------------------------------
+
+    def _explain(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None) -> str:
+        """Find the first microbatch whose loss or gradient is not finite, dump it, and say so. Costs one more pass; runs only after a fault."""
+        for j, batch in enumerate(minibatch):
+            totals = self._accumulate([batch], how, [old[j]] if old is not None else None, None)
+            loss_ok = bool(torch.isfinite(totals.sums).all())
+            self.optimizer.prepare_grads()
+            norm = self.optimizer.get_grad_norm()
+            norm = float(norm) if norm is not None else 0.0
+            if loss_ok and math.isfinite(norm):
+                continue
+            what = f"gradient norm {norm}" if loss_ok else f"loss {totals.sum('loss')}"
+            where = "nowhere (no dump folder was given)"
+            if how.dump_dir is not None:
+                where = str(how.dump_dir / f"{how.label}-rank{dist.get_rank()}-microbatch{j}.pt")
+                how.dump_dir.mkdir(parents=True, exist_ok=True)
+                torch.save({"microbatch": batch, "old": old[j] if old is not None else None, "why": what}, where)
+            self.model.zero_grad_buffer()
+            return f"{what} in microbatch {j} ({', '.join(batch.names[:3])}{', …' if len(batch.names) > 3 else ''}); dumped to {where}"
+        self.model.zero_grad_buffer()
+        return "not finite over all microbatches together, but finite in each alone"
+
+    def _count_skips(self, stepped: bool, problem: str) -> None:
+        self.skipped_in_a_row = 0 if stepped else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self.config.max_skipped_updates:
+            raise TrainerFailed(
+                f"{self.skipped_in_a_row} updates in a row were skipped because values were not finite "
+                f"(trainer.max_skipped_updates = {self.config.max_skipped_updates}). The last one: {problem}"
+            )
+
+
+def _plain(value: object) -> object:
+    """Tensors as bytes, containers as lists, so that equal values serialise equally whatever holds them."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype), list(value.shape), value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""]
+    if isinstance(value, dict):
+        return [[str(k), _plain(v)] for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return repr(value)

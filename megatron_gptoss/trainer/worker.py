@@ -1,0 +1,167 @@
+"""One trainer rank as a Ray actor: a thin skin around `Trainer`.
+
+In: settings and calls from the driver. Out: results, or the exception that stopped this rank. Standard output and errors go to the rank's log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, TrainerConfig
+from megatron_gptoss.parallel.shape import ParallelShape
+
+if TYPE_CHECKING:
+    import ray
+
+    from megatron_gptoss.checkpoint.progress import Progress
+    from megatron_gptoss.trainer.step import Minibatch, TokenScores, Update
+    from megatron_gptoss.types import StepStats
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """Where a run's weights come from."""
+
+    kind: Literal["random", "hf", "checkpoint"]
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    model: ModelConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerFields
+    shape: ParallelShape
+    first_weights: FirstWeights
+    total_updates: int
+    keep_reference: bool
+    seed: int
+    fault: str
+    address: str  # host:port of the rendezvous
+    use_gpu: bool
+    log_dir: str
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """Handles of the policy's weights in the object store, and what the receiver must find."""
+
+    buckets: tuple[ray.ObjectRef, ...]
+    num_tensors: int
+    digest: str
+
+
+class TrainerWorker:
+    """Made into an actor by `start.launch`. Methods are called on all ranks, in the same order."""
+
+    def __init__(self, settings: TrainerSettings, rank: int) -> None:
+        self.settings, self.rank = settings, rank
+        log = Path(settings.log_dir) / f"trainer-{rank}.log"
+        self._log = log.open("a", buffering=1)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(self._log.fileno(), stream.fileno())
+        # On a deadline the driver asks for the stacks of all threads; they land in this rank's log.
+        faulthandler.register(signal.SIGUSR1, file=self._log, all_threads=True)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self) -> int:
+        """Join the world, build the model, load the first weights. Returns the number of parameters on this rank."""
+        from megatron_gptoss.model import cpu  # must come before Megatron builds anything
+
+        cpu.install()
+        import torch
+
+        from megatron_gptoss.checkpoint.training_state import load_training_state
+        from megatron_gptoss.parallel.groups import init_groups
+        from megatron_gptoss.trainer.step import Trainer
+
+        s = self.settings
+        torch.set_num_threads(s.trainer.threads_per_rank)
+        if s.use_gpu:
+            torch.cuda.set_device(0)  # Ray shows each actor its own device only
+        init_groups(
+            s.shape,
+            rank=self.rank,
+            init_method=f"tcp://{s.address}",
+            timeout_s=s.trainer.step_timeout_s,
+            seed=s.seed,
+            backend="nccl" if s.use_gpu else "gloo",
+        )
+        self.trainer = Trainer(s.model, s.trainer, s.shape, s.optimizer, total_updates=s.total_updates, fault=s.fault)
+        if s.first_weights.kind == "checkpoint":
+            load_training_state(Path(s.first_weights.path), model=self.trainer.model)
+        else:
+            self.trainer.load_hf(self._first_tensors())
+        self.trainer.weights_changed()
+        if s.keep_reference:
+            self.trainer.keep_reference()
+        return sum(p.numel() for p in self.trainer.module.parameters())
+
+    def _first_tensors(self):
+        from megatron_gptoss.checkpoint.hf_files import read_hf_tensors
+        from megatron_gptoss.model.random_init import random_hf_tensors
+
+        s = self.settings
+        return read_hf_tensors(Path(s.first_weights.path)) if s.first_weights.kind == "hf" else random_hf_tensors(s.model, s.seed)
+
+    def resume(self, path: str) -> Progress:
+        """Weights, moments, schedule and random states of a training checkpoint."""
+        from megatron_gptoss.checkpoint.training_state import load_training_state
+
+        t = self.trainer
+        progress = load_training_state(Path(path), model=t.model, optimizer=t.optimizer, schedule=t.schedule)
+        t.skipped_in_a_row = progress.skipped_in_a_row
+        return progress
+
+    def score(self, minibatches: Sequence[Minibatch], temperature: float) -> list[list[TokenScores]]:
+        return [self.trainer.score(m, temperature=temperature) for m in minibatches]
+
+    def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None) -> StepStats:
+        return self.trainer.update(minibatches, how, old)
+
+    def export_weights(self) -> ExportedWeights | None:
+        """Put the policy's weights into the object store. Collective; only rank 0 returns something."""
+        import ray
+
+        from megatron_gptoss.sync.gather import gather_buckets
+        from megatron_gptoss.sync.verify import digest
+
+        refs, names, checks = [], 0, []
+        for bucket in gather_buckets(self.trainer.module, self.settings.model):
+            if self.rank == 0:
+                names += len(bucket)
+                checks.append(bucket)
+                refs.append(ray.put(bucket))
+        if self.rank != 0:
+            return None
+        return ExportedWeights(tuple(refs), names, digest(item for bucket in checks for item in bucket))
+
+    def save(self, path: str, progress: Progress) -> None:
+        from megatron_gptoss.checkpoint.training_state import save_training_state
+
+        t = self.trainer
+        save_training_state(
+            Path(path), config=self.settings.model, model=t.model, optimizer=t.optimizer, schedule=t.schedule, progress=progress
+        )
+
+    def fingerprint(self) -> dict[str, str]:
+        """sha256 of this rank's weights, moments, schedule and random states, for comparing two runs bit by bit."""
+        return self.trainer.fingerprint()
+
+    def stop(self) -> None:
+        from megatron_gptoss.parallel.groups import destroy_groups
+
+        destroy_groups()
+
+
+Actor = Any  # a Ray actor handle of TrainerWorker
