@@ -21,17 +21,20 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
-    id: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="empty: date and time, so that runs never meet")
-    dir: str = Field("runs", description="folder that holds run directories")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$", description="empty: date and time, so that runs never meet")
+    dir: str = Field(default="runs", description="folder that holds run directories")
     seed: NonNegative = 0
     steps: Positive = 40
-    save_every: NonNegative = Field(20, description="steps between checkpoints; 0: only at the end")
-    eval_every: NonNegative = Field(10, description="steps between held-out evaluations; 0: only at start and end")
-    eval_prompts: NonNegative = Field(64, description="held-out prompts per periodic evaluation; 0: none")
-    final_eval_prompts: NonNegative = Field(300, description="held-out prompts at the start and at the end")
-    resume: str = Field("", description="run directory to continue")
-    init: str = Field("", description="where the first weights come from: a run directory, a checkpoint, or a Hugging Face folder; empty: random")
+    save_every: NonNegative = Field(default=20, description="steps between checkpoints; 0: only at the end")
+    eval_every: NonNegative = Field(default=10, description="steps between held-out evaluations; 0: only at start and end")
+    eval_prompts: NonNegative = Field(default=64, description="held-out prompts per periodic evaluation; 0: none")
+    final_eval_prompts: NonNegative = Field(default=300, description="held-out prompts at the start and at the end")
+    resume: str = Field(default="", description="run directory to continue")
+    init: str = Field(
+        default="",
+        description="where the first weights come from: a run directory, a checkpoint, or a Hugging Face folder; empty: random",
+    )
 
 
 class ModelConfig(Section):
@@ -46,7 +49,7 @@ class ModelConfig(Section):
     num_local_experts: Positive = 32
     num_experts_per_tok: Positive = 4
     vocab_size: Positive = 201088
-    sliding_window: Positive = Field(128, description="visible keys in even layers (0, 2, ...), the token itself included")
+    sliding_window: Positive = Field(default=128, description="visible keys in even layers (0, 2, ...), the token itself included")
     max_position_embeddings: Positive = 131072
     rope_theta: float = 150000.0
     rope_factor: float = 32.0
@@ -60,13 +63,19 @@ class ModelConfig(Section):
 
 class TokenizerConfig(Section):
     name: Literal["tiny", "gpt-oss"] = "gpt-oss"
-    path: str = Field("", description="gpt-oss: folder with o200k_base.tiktoken; empty: TIKTOKEN_ENCODINGS_BASE, then the folder of task.path, then a download")
+    path: str = Field(
+        default="",
+        description="gpt-oss: folder of o200k_base.tiktoken; empty: TIKTOKEN_ENCODINGS_BASE, then the folder of task.path, then a download",
+    )
 
 
 class TaskConfig(Section):
     name: str = "arithmetic"
-    path: str = Field("", description="prompt file (JSON lines), for tasks that read one")
-    eval_path: str = Field("", description="held-out prompt file; empty: a tenth of `path`, chosen by hash, that training never sees")
+    path: str = Field(default="", description="prompt file (JSON lines), for tasks that read one")
+    eval_path: str = Field(
+        default="",
+        description="held-out prompt file; empty: a tenth of `path`, chosen by hash, that training never sees",
+    )
     reasoning: Literal["low", "medium", "high"] = "low"
     check_timeout_s: Seconds = 5.0
 
@@ -92,25 +101,40 @@ class SftConfig(OptimizerFields):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     steps: Positive = 600
     sequences_per_step: Positive = 32
-    guess_fraction: Probability = Field(0.10, description="demonstrations that answer without calling the tool")
-    stop_fraction: Probability = Field(0.50, description="demonstrations that stop after the first result")
-    digit_fraction: Probability = Field(0.03, description="demonstrations with one wrong digit")
-    min_copy_probability: Probability = Field(0.88, description="gate: exact probability of copying every operand and result right, on held-out problems")
-    extra_steps: NonNegative = Field(300, description="steps added, at a tenth of the learning rate or more, while the gate is missed")
+    guess_fraction: Probability = Field(default=0.10, description="demonstrations that answer without calling the tool")
+    stop_fraction: Probability = Field(default=0.50, description="demonstrations that stop after the first result")
+    digit_fraction: Probability = Field(default=0.03, description="demonstrations with one wrong digit")
+    min_copy_probability: Probability = Field(
+        default=0.88,
+        description="gate: exact probability of copying every operand and result right, on held-out problems",
+    )
+    extra_steps: NonNegative = Field(
+        default=300,
+        description="steps added, at a tenth of the learning rate or more, while the gate is missed",
+    )
     log_every: Positive = 20
 
 
 class RlConfig(OptimizerFields):
-    sequences_per_step: Positive = Field(64, description="rollouts in one step, over all groups")
-    minibatches: Positive = Field(1, description="optimizer updates per step and epoch")
+    sequences_per_step: Positive = Field(default=64, description="rollouts in one step, over all groups")
+    minibatches: Positive = Field(default=1, description="optimizer updates per step and epoch")
     epochs: Positive = 1
-    advantage: Literal["group", "group-mean"] = Field("group", description="group: divided by the group's standard deviation; group-mean: not")
-    drop_uniform_groups: bool = Field(True, description="leave out groups whose rewards are all equal; they carry no signal")
+    advantage: Literal["group", "group-mean"] = Field(
+        default="group",
+        description="group: divided by the group's standard deviation; group-mean: not",
+    )
+    drop_uniform_groups: bool = Field(default=True, description="leave out groups whose rewards are all equal; they carry no signal")
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     entropy_coef: float = 0.0
-    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of KL to the initial policy in the loss; 0: no reference is kept")
-    correction: Literal["none", "tis"] = Field("tis", description="token-level truncated importance sampling between trainer and engine")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="weight of KL to the initial policy in the loss; 0: no reference is kept",
+    )
+    correction: Literal["none", "tis"] = Field(
+        default="tis",
+        description="token-level truncated importance sampling between trainer and engine",
+    )
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
 
 
@@ -121,43 +145,50 @@ class RolloutConfig(Section):
     max_turn_tokens: Positive = 28
     max_sequence_tokens: Positive = 200
     num_engines: Positive = 1
-    max_running: Positive = Field(64, description="sequences an engine decodes at once")
-    deterministic: bool = Field(False, description="a seed per request and one sequence at a time: slow, bit-reproducible")
+    max_running: Positive = Field(default=64, description="sequences an engine decodes at once")
+    deterministic: bool = Field(default=False, description="a seed per request and one sequence at a time: slow, bit-reproducible")
     dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache of a CPU engine")
-    gpu_memory_fraction: Probability = Field(0.85, description="share of a GPU that an engine may take")
+    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(default=1.0, description="KV cache of a CPU engine")
+    gpu_memory_fraction: Probability = Field(default=0.85, description="share of a GPU that an engine may take")
     start_timeout_s: Seconds = 300.0
-    turn_timeout_s: Seconds = Field(120.0, description="deadline for one assistant turn, and for a weight update")
-    max_restarts: NonNegative = Field(2, description="times a dead engine is brought back in one run")
+    turn_timeout_s: Seconds = Field(default=120.0, description="deadline for one assistant turn, and for a weight update")
+    max_restarts: NonNegative = Field(default=2, description="times a dead engine is brought back in one run")
 
 
 class TrainerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["reference"] = "reference"
     tokens_per_microbatch: Positive = 8192
-    logprob_chunk: Positive = Field(1024, description="predicted tokens whose logits exist at once")
-    threads_per_rank: Positive = Field(1, description="CPU threads of one trainer rank; part of the numerics")
-    max_skipped_updates: Positive = Field(3, description="consecutive updates skipped for values that are not finite before the run ends")
-    step_timeout_s: Seconds = Field(600.0, description="deadline for scoring, updating or saving")
+    logprob_chunk: Positive = Field(default=1024, description="predicted tokens whose logits exist at once")
+    threads_per_rank: Positive = Field(default=1, description="CPU threads of one trainer rank; part of the numerics")
+    max_skipped_updates: Positive = Field(
+        default=3,
+        description="consecutive updates skipped for values that are not finite before the run ends",
+    )
+    step_timeout_s: Seconds = Field(default=600.0, description="deadline for scoring, updating or saving")
 
 
 class ParallelConfig(Section):
-    data: Positive = Field(1, description="data-parallel trainer ranks in all")
-    expert: Positive = Field(1, description="ranks the experts are divided over; divides `data`")
+    data: Positive = Field(default=1, description="data-parallel trainer ranks in all")
+    expert: Positive = Field(default=1, description="ranks the experts are divided over; divides `data`")
 
 
 class ParityConfig(Section):
     """The start-up comparison of trainer and engine on the same tokens."""
 
     enabled: bool = True
-    max_abs_gap: Annotated[float, Field(gt=0)] = Field(1e-4, description="largest log-prob gap allowed at any position, nats")
-    trainer_fault: Literal["none", "no-sinks", "window", "yarn"] = Field("none", description="break the trainer on purpose, to see the check refuse")
+    max_abs_gap: Annotated[float, Field(gt=0)] = Field(default=1e-4, description="largest log-prob gap allowed at any position, nats")
+    trainer_fault: Literal["none", "no-sinks", "window", "yarn"] = Field(
+        default="none",
+        description="break the trainer on purpose, to see the check refuse",
+    )
 
 
 class ClusterConfig(Section):
-    address: str = Field("local", description="Ray cluster to join; local: start one for this run")
+    address: str = Field(default="local", description="Ray cluster to join; local: start one for this run")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="what trainer ranks and engines compute on; cuda: one GPU for each")
     first_port: Annotated[int, Field(ge=1024, le=65535)] = 29500
-    num_ports: Positive = Field(100, description="ports from first_port on that may be taken for the trainer's rendezvous")
+    num_ports: Positive = Field(default=100, description="ports from first_port on that may be taken for the trainer's rendezvous")
 
 
 class Config(Section):

@@ -1,0 +1,75 @@
+"""How large is the model, and what of it does one trainer rank or one engine hold?
+
+In: `Config`. Out: parameter counts and bytes by part. Estimates from sizes alone: what stays for a whole run. Activations, the allocator's
+slack and CUDA's own memory are not in them. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gptoss.config.schema import Config, ModelConfig
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """20B: 20,914,757,184 in all, of which 3,608,307,264 are used for one token."""
+
+    dense: int  # every rank holds these
+    experts: int  # divided over the expert-parallel ranks
+    active: int  # used for one token, the output head included; the embedding is a look-up and is not counted
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    name: str
+    num_bytes: int
+
+
+def count_parameters(model: ModelConfig) -> Parameters:
+    hidden, wide = model.hidden_size, model.intermediate_size
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    attention = hidden * q + q + 2 * (hidden * kv + kv) + q * hidden + hidden + model.num_attention_heads  # the last: sinks
+    router = hidden * model.num_local_experts + model.num_local_experts
+    expert = hidden * 2 * wide + 2 * wide + wide * hidden + hidden
+    layers = model.num_hidden_layers
+    dense = layers * (attention + router + 2 * hidden) + 2 * model.vocab_size * hidden + hidden
+    active = dense - model.vocab_size * hidden + layers * model.num_experts_per_tok * expert
+    return Parameters(dense, layers * model.num_local_experts * expert, active)
+
+
+def kv_bytes_per_token(config: Config) -> int:
+    """Keys and values of one token in every layer. An upper bound: sliding layers forget what their window has passed."""
+    model = config.model
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * BYTES[config.rollout.dtype]
+
+
+def trainer_memory(config: Config) -> list[MemoryPart]:
+    """What one trainer rank holds. Megatron's DistributedOptimizer shards AdamW's state over the ranks that hold the same parameter."""
+    count = count_parameters(config.model)
+    data, expert = config.parallel.data, config.parallel.expert
+    held = count.dense + count.experts // expert
+    sharded = count.dense // data + count.experts // data  # experts: 1/expert held, of which 1/(data/expert) is updated here
+    itemsize = BYTES[config.trainer.dtype]
+    moments = 8 if config.trainer.dtype == "float32" else 12  # two fp32 moments; bf16 weights have an fp32 original too
+    logits = config.trainer.logprob_chunk * config.model.vocab_size * 4 * 2  # a chunk of logits and its gradient, fp32
+    return [
+        MemoryPart("weights", held * itemsize),
+        MemoryPart("gradients", held * 4),
+        MemoryPart("optimizer", sharded * moments),
+        MemoryPart("logits of a chunk", logits),
+    ]
+
+
+def engine_memory(config: Config) -> list[MemoryPart]:
+    """What one engine holds. On a GPU the KV cache takes what `rollout.gpu_memory_fraction` leaves, so only its least size is known."""
+    weights = MemoryPart("weights", count_parameters(config.model).total * BYTES[config.rollout.dtype])
+    if config.cluster.device == "cpu":
+        return [weights, MemoryPart("KV cache", int(config.rollout.kv_cache_gib * 2**30))]
+    return [weights, MemoryPart("KV cache, at least", config.rollout.max_sequence_tokens * kv_bytes_per_token(config))]

@@ -1,0 +1,133 @@
+"""What follows from the configuration on this machine?
+
+In: `Loaded` and `Cluster`. Out: `RunPlan`, computed once and handed to every room. Raises ConfigError when values do not fit each other
+(rules.py). Pure: it opens no file, asks no device and reads the clock only when none is given. A machine that is too small is not an
+error here, so that one can plan on a laptop; `RunPlan.shortfall` says what is missing and the commands that run refuse it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.memory import Parameters, count_parameters
+from megatron_gptoss.config.rules import broken_rules
+from megatron_gptoss.config.schema import Config
+from megatron_gptoss.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run may use, all nodes together."""
+
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one Ray actor asks for."""
+
+    num_cpus: float  # for placement only; threads are set by trainer.threads_per_rank
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    run_dir: Path  # runs/NAME-ID, or the run that is resumed
+    resumed: bool
+    cluster: Cluster
+    device: str  # "cpu" | "cuda"
+    # trainer
+    world_size: int  # trainer ranks
+    data_parallel: int
+    expert_parallel: int  # divides data_parallel
+    experts_per_rank: int
+    trainer_resources: Resources  # of one rank
+    # a step
+    groups_per_step: int
+    sequences_per_step: int
+    sequences_per_minibatch: int  # over all ranks, before groups without signal are dropped
+    updates_per_step: int  # optimizer updates: minibatches x epochs
+    total_updates: int  # over the whole run
+    on_policy: bool  # one update per step: the old log-probs are those of the update itself, scoring is skipped
+    max_tokens_per_step: int  # when every rollout is as long as it may be
+    # engines
+    num_engines: int
+    engine_max_model_len: int  # tokens of a whole conversation
+    engine_max_running: int  # conversations one engine decodes at once
+    engine_resources: Resources  # of one engine
+    # model
+    parameters: Parameters
+    # what is missing here, "" when nothing is
+    shortfall: str
+
+
+def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> RunPlan:
+    problems = broken_rules(loaded)
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n  - " + "\n  - ".join(problems))
+    config = loaded.config
+    rl, rollout = config.rl, config.rollout
+    trainer_resources, engine_resources = _resources(config, cluster)
+    updates = rl.minibatches * rl.epochs
+    return RunPlan(
+        run_dir=run_directory(config, now or datetime.now()),
+        resumed=bool(config.run.resume),
+        cluster=cluster,
+        device=config.cluster.device,
+        world_size=config.parallel.data,
+        data_parallel=config.parallel.data,
+        expert_parallel=config.parallel.expert,
+        experts_per_rank=config.model.num_local_experts // config.parallel.expert,
+        trainer_resources=trainer_resources,
+        groups_per_step=rl.sequences_per_step // rollout.group_size,
+        sequences_per_step=rl.sequences_per_step,
+        sequences_per_minibatch=rl.sequences_per_step // rl.minibatches,
+        updates_per_step=updates,
+        total_updates=config.run.steps * updates,
+        on_policy=updates == 1,
+        max_tokens_per_step=rl.sequences_per_step * rollout.max_sequence_tokens,
+        num_engines=rollout.num_engines,
+        engine_max_model_len=rollout.max_sequence_tokens,
+        # Another conversation in the same batch changes the shapes of the products and with them the last bits.
+        engine_max_running=1 if rollout.deterministic else rollout.max_running,
+        engine_resources=engine_resources,
+        parameters=count_parameters(config.model),
+        shortfall=_shortfall(config, cluster),
+    )
+
+
+def run_directory(config: Config, now: datetime) -> Path:
+    if config.run.resume:
+        return Path(config.run.resume)
+    return Path(config.run.dir) / f"{config.run.name}-{config.run.id or now.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:
+    """CPUs and GPUs of a trainer rank and of an engine.
+
+    Without GPUs they share the CPUs: trainer and engines work in turn, and Ray would wait for ever for CPUs that do not exist. Example:
+    two ranks of one thread and one engine on 2 CPUs ask for 0.66 each.
+    """
+    gpus = 1.0 if config.cluster.device == "cuda" else 0.0
+    trainer, engine = float(config.trainer.threads_per_rank), 1.0
+    total = trainer * config.parallel.data + engine * config.rollout.num_engines
+    if config.cluster.address == "local" and total > cluster.num_cpus:
+        share = cluster.num_cpus / total
+        trainer, engine = int(trainer * share * 100) / 100, int(engine * share * 100) / 100  # rounded down, so that the sum still fits
+    return Resources(trainer, gpus), Resources(engine, gpus)
+
+
+def _shortfall(config: Config, cluster: Cluster) -> str:
+    if config.cluster.address != "local":
+        return ""  # only Ray knows what a cluster of several nodes has
+    need = config.parallel.data + config.rollout.num_engines
+    if config.cluster.device == "cuda" and need > cluster.num_gpus:
+        return (
+            f"parallel.data = {config.parallel.data} trainer ranks and rollout.num_engines = {config.rollout.num_engines} engines need "
+            f"{need} GPUs, this machine has {cluster.num_gpus}"
+        )
+    return ""
