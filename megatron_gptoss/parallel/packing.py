@@ -96,3 +96,20 @@ def pack(samples: Sequence[Sample], *, ranks: int, tokens_per_microbatch: int) -
         while len(b) < most:
             b.append([filler(samples[0])])
     return [[make_microbatch(part) for part in b] for b in bins]
+
+
+def pack_step(
+    samples: Sequence[Sample], *, minibatches: int, ranks: int, tokens_per_microbatch: int
+) -> list[list[list[MicroBatch]]]:
+    """`result[m][rank]` are the microbatches of optimizer update m on a rank.
+
+    Samples are cut into `minibatches` consecutive parts of nearly equal number; parts that would be empty are left out.
+    """
+    size, rest = divmod(len(samples), minibatches)
+    parts, start = [], 0
+    for m in range(minibatches):
+        end = start + size + (1 if m < rest else 0)
+        if end > start:
+            parts.append(pack(samples[start:end], ranks=ranks, tokens_per_microbatch=tokens_per_microbatch))
+        start = end
+    return parts

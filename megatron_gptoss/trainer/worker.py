@@ -55,7 +55,7 @@ class ExportedWeights:
 
     buckets: tuple[ray.ObjectRef, ...]
     num_tensors: int
-    digest: str
+    digest: int
 
 
 class TrainerWorker:
