@@ -1,0 +1,140 @@
+"""Can this run start here? Checks that look at the machine and at files, before anything heavy is imported.
+
+In: `Loaded`, `RunPlan`. Out: nothing, or the error that a person can act on: ConfigError, DataError, CheckpointError or MachineError. Needs
+no torch, ray, vllm or megatron. Does not check rules between keys (rules.py), nor what only running workers can tell (parity, links).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from megatron_gptoss.config.hf_config import difference, read_hf_config
+from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.plan import Cluster, RunPlan
+from megatron_gptoss.config.schema import ClusterConfig, Config
+from megatron_gptoss.errors import CheckpointError, ConfigError, DataError, MachineError
+from megatron_gptoss.obs.run_dir import RunDir, already_there, find_weights, is_run_dir
+
+
+def detect_cluster() -> Cluster:
+    """CPUs and GPUs of this node, as this process may use them."""
+    return Cluster(num_cpus=len(os.sched_getaffinity(0)), num_gpus=_count_gpus())
+
+
+def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
+    """All of the checks below, cheapest first. `command`: "sft", "train" or "eval"."""
+    check_run_target(loaded, plan, command)
+    check_inputs(loaded.config)
+    if plan.shortfall:
+        raise MachineError(f"{plan.shortfall}. Use fewer ranks or engines, or set cluster.address to a Ray cluster that has them.")
+    free_port(loaded.config.cluster)
+
+
+def check_run_target(loaded: Loaded, plan: RunPlan, command: str) -> None:
+    """The run directory is new (or is the run to resume), and the weights to start from exist and have this architecture."""
+    run = loaded.config.run
+    if run.resume:
+        if not plan.run_dir.is_dir():
+            raise ConfigError(f"{loaded.show('run.resume')} does not exist.{_runs_in(Path(run.dir))}")
+        if not is_run_dir(plan.run_dir):
+            raise ConfigError(
+                f"{loaded.show('run.resume')} is not a run directory: it has no config.toml with checkpoints/ beside it."
+                f"{_runs_in(Path(run.dir))}"
+            )
+        _check_same_command(loaded, plan.run_dir, command)
+        check_architecture(loaded, "run.resume")
+        return
+    if plan.run_dir.exists():
+        raise ConfigError(already_there(plan.run_dir))
+    _check_writable(loaded, plan.run_dir)
+    if run.init:
+        check_architecture(loaded, "run.init")
+
+
+def check_architecture(loaded: Loaded, key: str) -> None:
+    """The checkpoint that `key` (run.init or run.resume) points to has the configured [model]."""
+    try:
+        source = find_weights(Path(loaded.value(key)))
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"{loaded.show(key)}: {error}") from None
+    fields = difference(loaded.config.model, read_hf_config(source.path))
+    if fields:
+        rows = "".join(f"\n  {loaded.show(f'model.{name}')}, the checkpoint has {theirs}" for name, _, theirs in fields)
+        raise CheckpointError(
+            f"{loaded.show(key)} holds another architecture than [model] ({source.path / 'config.json'}):{rows}\n"
+            "Set these keys to the checkpoint's values, or start from another checkpoint."
+        )
+
+
+def check_inputs(config: Config) -> None:
+    """The task exists, and reads and validates its prompt files."""
+    for key in ("path", "eval_path"):
+        value = getattr(config.task, key)
+        if value and not Path(value).is_file():
+            raise DataError(f"task.{key} = {value} is not a file. Paths start from where gptoss is called: {Path.cwd()}.")
+        if value and Path(value).stat().st_size == 0:
+            raise DataError(f"task.{key} = {value} is empty. One JSON object a line is wanted.")
+    from megatron_gptoss.tasks.registry import make_task  # here, because the answer checkers it brings are slow to import
+
+    make_task(config).close()
+
+
+def free_port(cluster: ClusterConfig) -> int:
+    """The first port of the configured range that can be bound now."""
+    last = cluster.first_port + cluster.num_ports - 1
+    for port in range(cluster.first_port, last + 1):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+            try:
+                trial.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise MachineError(
+        f"all ports from {cluster.first_port} to {last} are taken (cluster.first_port = {cluster.first_port}, cluster.num_ports = "
+        f"{cluster.num_ports}). Set cluster.first_port to another range or cluster.num_ports to a larger one."
+    )
+
+
+def _check_same_command(loaded: Loaded, path: Path, command: str) -> None:
+    try:
+        before = json.loads(RunDir(path).manifest_file.read_text())["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the manifest is a record, not a condition
+    if before != command:
+        raise ConfigError(
+            f"{loaded.show('run.resume')} is a run of `gptoss {before}`, and `gptoss {command}` cannot go on with it. "
+            f"To start from its weights, use --init {path}."
+        )
+
+
+def _check_writable(loaded: Loaded, run_dir: Path) -> None:
+    """The nearest folder that exists above the run directory is a folder, and ours to write to."""
+    above = next(p for p in run_dir.absolute().parents if p.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{loaded.show('run.dir')} cannot hold runs: {above} is a file.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise MachineError(f"{loaded.show('run.dir')} cannot hold runs: {above} cannot be written to. Set run.dir to another folder.")
+
+
+def _runs_in(folder: Path) -> str:
+    newest = sorted((p for p in folder.glob("*") if is_run_dir(p)), key=lambda p: p.stat().st_mtime, reverse=True)[:3]
+    return f" Newest runs in {folder}: {', '.join(str(p) for p in newest)}." if newest else f" There are no runs in {folder}."
+
+
+def _count_gpus() -> int:
+    """CUDA devices, without CUDA: the driver's files or nvidia-smi, cut down by CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip() and d.strip() != "-1"])
+    files = [p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()]
+    if files:
+        return len(files)
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
