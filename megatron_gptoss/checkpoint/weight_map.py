@@ -1,0 +1,281 @@
+"""Hugging Face tensors <-> Megatron parameters: one table, read in both directions.
+
+In: a model on this rank and full Hugging Face tensors (or the other way round). Out: filled parameters (or full tensors, experts gathered).
+Nothing is guessed from shapes: GPT-OSS's expert matrices are square, so a forgotten transpose would pass every shape check.
+It reads and writes no files (hf_files.py) and knows no quantised formats (mxfp4.py).
+
+Shape legend: L layers, C hidden size, I expert width, E experts, K kv heads, G query heads per kv head, H = K * G query heads, D head dim,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_gptoss.config.schema import ModelConfig
+from megatron_gptoss.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter (per layer, per expert) and the Hugging Face tensors it is made of."""
+
+    hf: tuple[str, ...]  # names, {layer} from 0; expert tensors hold all experts along their first axis
+    hf_shape: Callable[[ModelConfig], tuple[Shape, ...]]  # full shapes, expert axis included
+    megatron: str  # name, {layer} from 0, {expert} counted on this rank
+    to_megatron: Callable[..., Tensor]  # (model, *tensors) -> tensor; one expert's slice when per_expert
+    to_hf: Callable[[ModelConfig, Tensor], tuple[Tensor, ...]]  # its inverse
+    tensor_axis: int | None = None  # axis of the Megatron tensor that tensor-parallel ranks divide; None: each has all of it
+    tensor_halves: bool = False  # that axis is two halves (gate, then up), each divided on its own
+    per_expert: bool = False
+
+
+def _same(_model: ModelConfig, x: Tensor) -> Tensor:
+    return x
+
+
+def _same_back(_model: ModelConfig, x: Tensor) -> tuple[Tensor, ...]:
+    return (x,)
+
+
+def _join_qkv(model: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[H*D, ...], [K*D, ...], [K*D, ...] -> [(H + 2K) * D, ...]: for each kv head its G query heads, its key, its value."""
+    K, rest = model.num_key_value_heads, q.shape[1:]
+    return torch.cat([x.reshape(K, -1, *rest) for x in (q, k, v)], dim=1).reshape(-1, *rest)
+
+
+def _split_qkv(model: ModelConfig, qkv: Tensor) -> tuple[Tensor, ...]:
+    K, D, rest = model.num_key_value_heads, model.head_dim, qkv.shape[1:]
+    G = model.num_attention_heads // K
+    q, k, v = qkv.reshape(K, (G + 2) * D, *rest).split([G * D, D, D], dim=1)
+    return tuple(x.reshape(-1, *rest) for x in (q, k, v))
+
+
+def _halves_from_interleaved(x: Tensor) -> Tensor:
+    """First axis gate, up, gate, up, ... -> all gates, then all ups."""
+    return torch.cat([x[0::2], x[1::2]])
+
+
+def _interleaved_from_halves(x: Tensor) -> Tensor:
+    return torch.stack(x.chunk(2), dim=1).flatten(0, 1)
+
+
+def _gate_up(_model: ModelConfig, x_C2I: Tensor) -> Tensor:
+    """[C, 2I], used as x @ W with gate and up interleaved -> [2I, C], used as x @ W.T with gate above up."""
+    return _halves_from_interleaved(x_C2I.t())
+
+
+def _gate_up_back(_model: ModelConfig, w_2IC: Tensor) -> tuple[Tensor, ...]:
+    return (_interleaved_from_halves(w_2IC).t(),)
+
+
+def _gate_up_bias(_model: ModelConfig, x_2I: Tensor) -> Tensor:
+    return _halves_from_interleaved(x_2I)
+
+
+def _gate_up_bias_back(_model: ModelConfig, b_2I: Tensor) -> tuple[Tensor, ...]:
+    return (_interleaved_from_halves(b_2I),)
+
+
+def _transposed(_model: ModelConfig, x: Tensor) -> Tensor:
+    return x.t()
+
+
+def _transposed_back(_model: ModelConfig, x: Tensor) -> tuple[Tensor, ...]:
+    return (x.t(),)
+
+
+def _vector(size: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], tuple[Shape, ...]]:
+    return lambda m: ((size(m),),)
+
+
+def _qkv_shape(*rest: str) -> Callable[[ModelConfig], tuple[Shape, ...]]:
+    def shapes(m: ModelConfig) -> tuple[Shape, ...]:
+        tail = tuple(getattr(m, name) for name in rest)
+        heads = (m.num_attention_heads, m.num_key_value_heads, m.num_key_value_heads)
+        return tuple((count * m.head_dim, *tail) for count in heads)
+
+    return shapes
+
+
+HF, MG = "model.layers.{layer}.", "decoder.layers.{layer}."
+HF_EXPERTS, MG_EXPERT = HF + "mlp.experts.", MG + "mlp.experts.local_experts.{expert}."
+QKV_WEIGHTS = tuple(HF + f"self_attn.{x}_proj.weight" for x in "qkv")
+QKV_BIASES = tuple(HF + f"self_attn.{x}_proj.bias" for x in "qkv")
+
+BEFORE_LAYERS = (
+    Row(("model.embed_tokens.weight",), lambda m: ((m.vocab_size, m.hidden_size),),
+        "embedding.word_embeddings.weight", _same, _same_back, tensor_axis=0),
+)  # fmt: skip
+
+IN_EACH_LAYER = (
+    Row((HF + "input_layernorm.weight",), _vector(lambda m: m.hidden_size),
+        MG + "input_layernorm.weight", _same, _same_back),
+    Row(QKV_WEIGHTS, _qkv_shape("hidden_size"),
+        MG + "self_attention.linear_qkv.weight", _join_qkv, _split_qkv, tensor_axis=0),
+    Row(QKV_BIASES, _qkv_shape(),
+        MG + "self_attention.linear_qkv.bias", _join_qkv, _split_qkv, tensor_axis=0),
+    Row((HF + "self_attn.sinks",), _vector(lambda m: m.num_attention_heads),
+        MG + "self_attention.core_attention.softmax_offset", _same, _same_back, tensor_axis=0),
+    Row((HF + "self_attn.o_proj.weight",), lambda m: ((m.hidden_size, m.num_attention_heads * m.head_dim),),
+        MG + "self_attention.linear_proj.weight", _same, _same_back, tensor_axis=1),
+    Row((HF + "self_attn.o_proj.bias",), _vector(lambda m: m.hidden_size),
+        MG + "self_attention.linear_proj.bias", _same, _same_back),
+    Row((HF + "post_attention_layernorm.weight",), _vector(lambda m: m.hidden_size),
+        MG + "pre_mlp_layernorm.weight", _same, _same_back),
+    Row((HF + "mlp.router.weight",), lambda m: ((m.num_local_experts, m.hidden_size),),
+        MG + "mlp.router.weight", _same, _same_back),
+    Row((HF + "mlp.router.bias",), _vector(lambda m: m.num_local_experts),
+        MG + "mlp.router.bias", _same, _same_back),
+    Row((HF_EXPERTS + "gate_up_proj",), lambda m: ((m.num_local_experts, m.hidden_size, 2 * m.intermediate_size),),
+        MG_EXPERT + "linear_fc1.weight", _gate_up, _gate_up_back, tensor_axis=0, tensor_halves=True, per_expert=True),
+    Row((HF_EXPERTS + "gate_up_proj_bias",), lambda m: ((m.num_local_experts, 2 * m.intermediate_size),),
+        MG_EXPERT + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, tensor_axis=0, tensor_halves=True, per_expert=True),
+    Row((HF_EXPERTS + "down_proj",), lambda m: ((m.num_local_experts, m.intermediate_size, m.hidden_size),),
+        MG_EXPERT + "linear_fc2.weight", _transposed, _transposed_back, tensor_axis=1, per_expert=True),
+    Row((HF_EXPERTS + "down_proj_bias",), lambda m: ((m.num_local_experts, m.hidden_size),),
+        MG_EXPERT + "linear_fc2.bias", _same, _same_back, per_expert=True),
+)  # fmt: skip
+
+AFTER_LAYERS = (
+    Row(("model.norm.weight",), _vector(lambda m: m.hidden_size),
+        "decoder.final_layernorm.weight", _same, _same_back),
+    Row(("lm_head.weight",), lambda m: ((m.vocab_size, m.hidden_size),),
+        "output_layer.weight", _same, _same_back, tensor_axis=0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row for one layer."""
+
+    row: Row
+    layer: int
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(name.format(layer=self.layer) for name in self.row.hf)
+
+    def megatron_name(self, expert: int = 0) -> str:
+        return self.row.megatron.format(layer=self.layer, expert=expert)
+
+
+def entries(model: ModelConfig) -> list[Entry]:
+    """The table for all layers, in the order in which export_hf walks it."""
+    table = [Entry(row, 0) for row in BEFORE_LAYERS]
+    table += [Entry(row, layer) for layer in range(model.num_hidden_layers) for row in IN_EACH_LAYER]
+    return table + [Entry(row, 0) for row in AFTER_LAYERS]
+
+
+def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Name -> full shape of every Hugging Face tensor, in export order."""
+    return {name: shape for e in entries(model) for name, shape in zip(e.hf_names, e.row.hf_shape(model), strict=True)}
+
+
+def load_hf(module: nn.Module, model: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill this rank's parameters from full Hugging Face tensors, in any order, cast to the parameters' dtype.
+
+    `module` is a GptOssModel or a wrapper around one. Every rank reads all tensors and keeps its experts; there is no communication.
+    Raises CheckpointError that lists missing, unexpected and misshaped names; parameters may then be half filled.
+    """
+    inner, parameters = _unwrap(module)
+    shapes = hf_shapes(model)
+    entry_of = {name: entry for entry in entries(model) for name in entry.hf_names}
+    first_expert, num_experts = _local_experts(inner, model)
+    waiting: dict[str, Tensor] = {}  # parts of a parameter whose other parts have not come yet
+    seen, unexpected, misshaped = set(), [], []
+
+    for name, tensor in tensors:
+        if name not in shapes:
+            unexpected.append(name)
+            continue
+        seen.add(name)
+        if tuple(tensor.shape) != shapes[name]:
+            misshaped.append(f"{name} {list(tensor.shape)} instead of {list(shapes[name])}")
+            continue
+        entry = entry_of[name]
+        waiting[name] = tensor
+        if all(part in waiting for part in entry.hf_names):
+            parts = [waiting.pop(part) for part in entry.hf_names]
+            _fill(parameters, model, entry, parts, first_expert, num_experts)
+
+    problems = [("missing", [name for name in shapes if name not in seen]), ("unexpected", unexpected), ("misshaped", misshaped)]
+    if any(names for _, names in problems):
+        raise CheckpointError("the weights do not fit the model: " + "; ".join(_list(kind, names) for kind, names in problems if names))
+
+
+@torch.no_grad()
+def _fill(parameters: dict[str, Tensor], model: ModelConfig, entry: Entry, parts: list[Tensor], first: int, count: int) -> None:
+    if not entry.row.per_expert:
+        parameters[entry.megatron_name()].copy_(entry.row.to_megatron(model, *parts))
+        return
+    for expert in range(count):
+        own = [part[first + expert] for part in parts]
+        parameters[entry.megatron_name(expert)].copy_(entry.row.to_megatron(model, *own))
+
+
+def export_hf(
+    module: nn.Module,
+    model: ModelConfig,
+    *,
+    value: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+) -> Iterator[tuple[str, Tensor]]:
+    """Full Hugging Face tensors: contiguous, detached, in the parameters' dtype and on their device.
+
+    `value` picks what is exported for a parameter, for instance its gradient (`lambda p: p.grad`). A tensor that needs no rearrangement
+    shares memory with the model: copy it before the next optimizer step if it must stay.
+
+    Collective over the expert-parallel group: every rank must walk through the whole iterator.
+    """
+    inner, parameters = _unwrap(module)
+    ep_group = inner.pg_collection.ep
+    _, num_experts = _local_experts(inner, model)
+    for entry in entries(model):
+        row = entry.row
+        with torch.no_grad():
+            if row.per_expert:
+                local = [row.to_hf(model, value(parameters[entry.megatron_name(expert)]).detach()) for expert in range(num_experts)]
+                full = tuple(_gather(torch.stack(list(part)), ep_group) for part in zip(*local, strict=True))
+            else:
+                full = row.to_hf(model, value(parameters[entry.megatron_name()]).detach())
+        for name, tensor in zip(entry.hf_names, full, strict=True):
+            yield name, tensor.contiguous()
+
+
+def _gather(local_E: Tensor, group: Any) -> Tensor:
+    """[E / ranks, ...] of each rank -> [E, ...] in rank order."""
+    if group.size() == 1:
+        return local_E
+    full_E = local_E.new_empty(local_E.shape[0] * group.size(), *local_E.shape[1:])
+    dist.all_gather_into_tensor(full_E, local_E.contiguous(), group=group)
+    return full_E
+
+
+def _local_experts(inner: Any, model: ModelConfig) -> tuple[int, int]:
+    """(global index of this rank's first expert, how many it has)."""
+    group = inner.pg_collection.ep
+    count = model.num_local_experts // group.size()
+    return group.rank() * count, count
+
+
+def _unwrap(module: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+    """The model inside DistributedDataParallel and other wrappers, and its parameters by GPTModel's names."""
+    inner: Any = module
+    while not hasattr(inner, "pg_collection") or not hasattr(inner, "decoder"):
+        if not hasattr(inner, "module"):
+            raise TypeError(f"{type(module).__name__} does not hold a GptOssModel")
+        inner = inner.module
+    return inner, dict(inner.named_parameters())
+
+
+def _list(kind: str, names: list[str], shown: int = 6) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)} {kind}: {', '.join(names[:shown])}{more}"

@@ -1,0 +1,161 @@
+"""From ModelConfig to a model: the only place that knows how Megatron-Core spells GPT-OSS.
+
+In: ModelConfig, ParallelShape, dtype. Out: GptOssModel on this rank, weights allocated but NOT initialised (checkpoint.weight_map.load_hf
+fills them, from a checkpoint or from random_init). Process groups must exist (parallel.groups.init_groups).
+
+`fault` breaks the model on purpose, so that one can see the parity check refuse: "no-sinks" computes plain softmax, "window" lets windowed
+layers see one key more, "yarn" uses plain RoPE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_gptoss.attention.module import SinkAttention
+from megatron_gptoss.config.schema import ModelConfig
+from megatron_gptoss.errors import ConfigError
+from megatron_gptoss.model.experts import moe_spec
+from megatron_gptoss.model.gpt_oss import GptOssModel
+from megatron_gptoss.parallel.shape import ParallelShape
+
+FAULTS = ("none", "no-sinks", "window", "yarn")
+
+
+@dataclass
+class GptOssMegatronConfig(TransformerConfig):
+    """TransformerConfig has no YaRN fields; Megatron's attention reads these names from the config when they are there."""
+
+    position_embedding_type: str = "yarn"
+    rotary_base: float = 150000.0
+    yarn_rotary_scaling_factor: float = 32.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    # None, None: the factor on cosines and sines is 0.1 ln(scaling factor) + 1, as in YaRN's paper.
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = False  # Hugging Face's truncate=false
+    max_position_embeddings: int = 131072
+    fault: str = "none"  # read by SinkAttention
+
+
+def build_model(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype = torch.float32, fault: str = "none") -> GptOssModel:
+    """The model of this rank, on its GPU or on the host. Raises ConfigError for a layout that is not built yet."""
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(shape, axis) != 1:
+            raise ConfigError(f"parallel size {axis} = {getattr(shape, axis)} is not built yet; use 1")
+    if model.num_local_experts % shape.expert:
+        raise ConfigError(
+            f"parallel.expert = {shape.expert} does not divide model.num_local_experts = {model.num_local_experts}. "
+            f"Working sizes: {', '.join(str(n) for n in range(1, model.num_local_experts + 1) if model.num_local_experts % n == 0)}."
+        )
+    config = megatron_config(model, shape, dtype=dtype, fault=fault)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GptOssModel(config, layer_spec(), WrappedTorchNorm, model.vocab_size, groups)
+
+
+def megatron_config(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype, fault: str = "none") -> GptOssMegatronConfig:
+    """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
+    if fault not in FAULTS:
+        raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
+    return GptOssMegatronConfig(
+        # sizes
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        moe_ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_dim,
+        max_position_embeddings=model.max_position_embeddings,
+        # norms and biases; add_bias_linear puts one on qkv, proj, fc1, fc2 AND the router
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        add_bias_linear=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # attention
+        softmax_type="learnable",
+        window_size=(model.sliding_window - 1, 0),  # Megatron counts the keys before the token, Hugging Face counts the token too
+        window_attn_skip_freq=2,  # every second layer sees everything; Megatron counts layers from 1, so the first is windowed
+        rotary_base=model.rope_theta,
+        yarn_rotary_scaling_factor=1.0 if fault == "yarn" else model.rope_factor,  # 1 is plain RoPE
+        yarn_original_max_position_embeddings=model.rope_original_max_position,
+        yarn_beta_fast=model.rope_beta_fast,
+        yarn_beta_slow=model.rope_beta_slow,
+        # clamped SwiGLU: x * sigmoid(1.702 x) of the gate, times (linear + 1)
+        gated_linear_unit=True,
+        activation_func=quick_gelu,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=model.swiglu_limit,
+        bias_activation_fusion=False,  # with SequentialMLP the fused form clamps before it adds the bias
+        bias_dropout_fusion=False,
+        # router: softmax over the chosen experts' logits, in fp32, no balancing loss
+        num_moe_experts=model.num_local_experts,
+        moe_router_topk=model.num_experts_per_tok,
+        moe_router_pre_softmax=False,
+        moe_router_score_function="softmax",
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="alltoall",
+        # ranks
+        expert_model_parallel_size=shape.expert,
+        expert_tensor_parallel_size=1,
+        # numbers
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Megatron marks its parameters as divided or not only while it initialises them, so it must think that it does.
+        init_method=_leave_uninitialised,
+        output_layer_init_method=_leave_uninitialised,
+        embedding_init_method=_leave_uninitialised,
+        gradient_accumulation_fusion=False,
+        # the loss is a sum over tokens; finalize_model_grads divides by the number of tokens of all ranks
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        fault=fault,
+    )
+
+
+def layer_spec() -> ModuleSpec:
+    """One GPT-OSS layer: Megatron's local (not TransformerEngine) layer with our attention and our experts."""
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,  # pyright: ignore[reportArgumentType]
+        core_attention=SinkAttention,  # pyright: ignore[reportArgumentType]
+        linear_proj=RowParallelLinear,  # pyright: ignore[reportArgumentType]
+    )
+    parts = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
+        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+        pre_mlp_layernorm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
+        mlp=moe_spec(),
+        mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+        # The local GPTModel's checkpoint keys. TransformerEngine's GPTModel writes pre_mlp_layernorm under its own name: that one key
+        # must be renamed when such a checkpoint is read.
+        sharded_state_dict_keys_map={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def _leave_uninitialised(tensor: Any) -> Any:
+    return tensor

@@ -1,0 +1,180 @@
+"""GPT-OSS as an own class over Megatron-Core's parts.
+
+In: token ids and positions, packed or batched. Out: logits, or what the caller's `head` makes of the last hidden states. Parameter names
+and checkpoint keys are those of Megatron's GPTModel, so checkpoints are interchangeable; GPTModel itself is deprecated, and its heir
+HybridModel has no hook for a head and needs TransformerEngine. Losses and log-probs are the head's business. No inference cache.
+
+Shape legend: T packed tokens, s sequence, b batch, C hidden size, V vocabulary (of this tensor-parallel rank), D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.recompute import checkpointed_forward
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor
+
+Head = Callable[[Tensor, Tensor], Any]  # (hidden_TC or [s, b, C], weight_VC) -> what the trainer wants
+
+
+def packed_params(cu_seqlens: Tensor, max_seqlen: int) -> PackedSeqParams:
+    """What Megatron's layers need to know about packed sequences. cu_seqlens: int32 [S+1], first 0, last T; max_seqlen in tokens."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
+
+
+class LayerStack(MegatronModule):
+    """A contiguous range of transformer layers and the final norm, in place of Megatron's TransformerBlock."""
+
+    def __init__(self, config: Any, layer_spec: Any, norm: Any, groups: ProcessGroupCollection, layers: Sequence[int]) -> None:
+        """`layers`: global layer indices from 0; the final norm follows when the last one is among them."""
+        super().__init__(config=config)
+        self.pg_collection, self.tp_group = groups, groups.tp
+        self.layers = torch.nn.ModuleList(
+            build_module(
+                layer_spec,
+                config=config,
+                layer_number=index + 1,  # Megatron counts from 1
+                add_layer_offset=False,
+                pp_layer_offset=layers[0],
+                pg_collection=groups,
+            )
+            for index in layers
+        )
+        self.num_layers_per_pipeline_rank = len(layers)  # read by checkpointed_forward
+        self.final_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor, rotary: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """[s, b, C] (packed: [T, 1, C]) -> the same, after the final norm."""
+        if self.config.recompute_granularity == "full" and self.training:
+            hidden = checkpointed_forward(  # pyright: ignore[reportAssignmentType]
+                self,
+                hidden_states=hidden,
+                attention_mask=None,  # pyright: ignore[reportArgumentType]
+                context=None,
+                context_mask=None,
+                rotary_pos_emb=rotary,
+                attention_bias=None,
+                packed_seq_params=packed_seq_params,  # pyright: ignore[reportArgumentType]
+                use_inner_quantization_context=False,
+            )
+        else:
+            for layer in self.layers:
+                hidden, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed_seq_params)
+        return self.final_layernorm(hidden)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
+        """TransformerBlock's keys: all layers in one tensor, along a new first axis."""
+        state: dict[str, Any] = {}
+        for place, layer in enumerate(self.layers):
+            own = f"{prefix}layers.{place}."
+            offset = (0, layer.layer_number - 1, self.config.num_layers)  # pyright: ignore[reportOperatorIssue]
+            tensors = layer.sharded_state_dict(own, [offset], metadata)  # pyright: ignore[reportCallIssue]
+            replace_prefix_for_sharding(tensors, own, f"{prefix}layers.")
+            state.update(tensors)
+        norm = sharded_state_dict_default(self.final_layernorm, f"{prefix}final_layernorm.", (), metadata, tp_group=self.tp_group)
+        state.update(norm)
+        return state
+
+
+class GptOssModel(LanguageModule):
+    """The whole model on one pipeline stage. Built by build.build_model; parameters are not initialised here."""
+
+    def __init__(self, config: Any, layer_spec: Any, norm: Any, vocab_size: int, groups: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=groups)
+        # Read by Megatron: LanguageModule, finalize_model_grads and the pipeline schedules.
+        self.pre_process, self.post_process, self.vp_stage = True, True, None
+        self.share_embeddings_and_output_weights = False
+        self.model_type = ModelType.encoder_or_decoder
+
+        self.embedding = LanguageModelEmbedding(
+            config=config,
+            vocab_size=vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            position_embedding_type="none",  # positions enter through RoPE
+            tp_group=groups.tp,
+        )
+        self.rotary_pos_emb = YarnRotaryEmbedding(
+            kv_channels=config.kv_channels,
+            rotary_base=config.rotary_base,
+            scaling_factor=config.yarn_rotary_scaling_factor,
+            original_max_position_embeddings=config.yarn_original_max_position_embeddings,
+            beta_fast=config.yarn_beta_fast,
+            beta_slow=config.yarn_beta_slow,
+            mscale=config.yarn_mscale,
+            mscale_all_dim=config.yarn_mscale_all_dim,
+            correction_range_round_to_int=config.yarn_correction_range_round_to_int,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=groups.cp,
+        )
+        self.decoder = LayerStack(config, layer_spec, norm, groups, range(config.num_layers))
+        self.output_layer = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=groups.tp,
+        )
+        self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, _tensor: Any) -> None:
+        """The pipeline schedules call it on every stage; the only stage takes its input from the embedding."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        head: Head | None = None,
+    ) -> Any:
+        """One forward pass.
+
+        Packed: input_ids and position_ids [1, T], packed_seq_params from `packed_params`; position_ids restart at 0 in every sequence.
+        Batched: both [b, s], positions 0 .. s-1 in every row. attention_mask must be None: attention is causal inside each sequence.
+
+        With `head`, returns head(hidden_TC, weight_VC), where hidden (batched: [s, b, C]) comes after the final norm and weight_VC is the
+        output layer's. Without, logits [b, s, V] (packed: [1, T, V]).
+        """
+        hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        rotary = self._rotary(position_ids, packed_seq_params)
+        hidden = self.decoder(hidden, rotary, packed_seq_params)
+        if head is not None:
+            return head(hidden if packed_seq_params is None else hidden.squeeze(1), self.output_layer.weight)
+        logits, _ = self.output_layer(hidden)
+        return logits.transpose(0, 1).contiguous()
+
+    def _rotary(self, position_ids: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """RoPE angles, [s, 1, 1, D] or one per packed token, [T, 1, 1, D]. SelfAttention takes cosines and applies YaRN's factor."""
+        if packed_seq_params is None:
+            angles, _ = self.rotary_pos_emb(position_ids.shape[1])
+            return angles
+        angles, _ = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+        # One angle per token instead of a table: Megatron then rotates the whole pack at once, not sequence by sequence.
+        return angles[position_ids[0]]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
+        """GPTModel's entries, for megatron.core.dist_checkpointing."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # pyright: ignore[reportArgumentType]
+        state.pop(f"{prefix}output_layer._extra_state", None)  # an fp8 scale that nobody has; GPTModel leaves it out too
+        return state

@@ -1,0 +1,27 @@
+"""Set before anything imports torch, for every test process and its children; and the fixtures that several rooms share."""
+
+import os
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """A training world of this process alone, for the tests of one file. Gives its ParallelShape."""
+    import torch
+
+    from megatron_gptoss.parallel.groups import destroy_groups, init_groups
+    from megatron_gptoss.parallel.shape import ParallelShape
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    shape = ParallelShape(world=1)
+    meeting = tmp_path_factory.mktemp("groups") / "meet"
+    init_groups(shape, rank=0, init_method=f"file://{meeting}", timeout_s=60, seed=0, backend="gloo")
+    yield shape
+    destroy_groups()
+    torch.set_num_threads(threads)
