@@ -8,7 +8,6 @@ It does not decide when to save, nor read Hugging Face weights (hf_files.py).
 from __future__ import annotations
 
 import errno
-import os
 import random
 import shutil
 from dataclasses import asdict, fields
@@ -84,7 +83,7 @@ def _prepare_empty_state(optimizer: ChainedOptimizer) -> None:
 
 
 def _separate_steps(optimizer: ChainedOptimizer) -> None:
-    """After loading, Megatron hands one `step` tensor to all parameters; AdamW would then count it up once per parameter, not per update."""
+    """After loading, Megatron hands one `step` tensor to all parameters; AdamW would count it up once per parameter, not per update."""
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
@@ -140,7 +139,7 @@ def save_training_state(
             (temporary / MARKER).write_text(f"step {progress.step}\n")
             if path.exists():
                 shutil.rmtree(path)
-            os.replace(temporary, path)
+            temporary.replace(path)
         dist.barrier()
     except BaseException as error:  # Megatron's CheckpointException is a BaseException
         if lead:
@@ -149,7 +148,8 @@ def save_training_state(
             raise
         kept = sorted(p.name for p in path.parent.glob("step-*") if (p / MARKER).exists())
         last = f"the last complete checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier checkpoint"
-        raise CheckpointError(f"cannot save {path}: {' '.join(str(error).split())[-300:]}. Free some space or set run.dir elsewhere; {last}.") from None
+        why = " ".join(str(error).split())[-300:]
+        raise CheckpointError(f"cannot save {path}: {why}. Free some space or set run.dir elsewhere; {last}.") from None
 
 
 def load_training_state(

@@ -28,7 +28,7 @@ def split_over_ranks(samples: Sequence[Sample], ranks: int) -> list[list[Sample]
 
 
 def split_by_budget(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[list[Sample]]:
-    """Consecutive samples up to the token budget. A sample longer than the budget is refused earlier, by the plan; here it raises ValueError."""
+    """Consecutive samples up to the token budget. The plan refuses longer samples earlier; here one raises ValueError."""
     bins: list[list[Sample]] = []
     used = 0
     for sample in samples:
@@ -82,8 +82,10 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def filler(like: Sample) -> Sample:
-    """A sample that trains nothing. Ranks that run out of samples need it: experts are shared, so all ranks must do the same number of passes."""
-    return Sample(name="filler", token_ids=like.token_ids[:2], trained=(False,) * len(like.token_ids[:2]), engine_logp=(0.0, 0.0), advantage=0.0)
+    """A sample that trains nothing, for ranks that run out of samples: experts are shared, so all ranks must do as many passes."""
+    return Sample(
+        name="filler", token_ids=like.token_ids[:2], trained=(False,) * len(like.token_ids[:2]), engine_logp=(0.0, 0.0), advantage=0.0
+    )
 
 
 def pack(samples: Sequence[Sample], *, ranks: int, tokens_per_microbatch: int) -> list[list[MicroBatch]]:
@@ -98,9 +100,7 @@ def pack(samples: Sequence[Sample], *, ranks: int, tokens_per_microbatch: int) -
     return [[make_microbatch(part) for part in b] for b in bins]
 
 
-def pack_step(
-    samples: Sequence[Sample], *, minibatches: int, ranks: int, tokens_per_microbatch: int
-) -> list[list[list[MicroBatch]]]:
+def pack_step(samples: Sequence[Sample], *, minibatches: int, ranks: int, tokens_per_microbatch: int) -> list[list[list[MicroBatch]]]:
     """`result[m][rank]` are the microbatches of optimizer update m on a rank.
 
     Samples are cut into `minibatches` consecutive parts of nearly equal number; parts that would be empty are left out.

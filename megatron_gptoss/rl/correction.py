@@ -1,6 +1,6 @@
 """Rollout correction: the engine that sampled and the trainer that scores are two programs, and their log-probs differ.
 
-In: log-probs of both for the trained tokens. Out: detached importance weights. The family grows in a later issue; here are `none` and `tis`.
+In: log-probs of both for the trained tokens. Out: detached importance weights. Here are `none` and `tis`; the family grows later.
 
 Legend: N trained tokens of a microbatch.
 """

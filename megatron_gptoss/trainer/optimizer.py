@@ -19,7 +19,7 @@ from megatron_gptoss.config.schema import OptimizerFields
 
 
 def make_optimizer(fields: OptimizerFields, model: DistributedDataParallel, *, dtype: torch.dtype) -> ChainedOptimizer:
-    """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks, clipping by the global norm."""
+    """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=fields.lr,
@@ -41,7 +41,7 @@ def make_optimizer(fields: OptimizerFields, model: DistributedDataParallel, *, d
 def make_schedule(fields: OptimizerFields, optimizer: ChainedOptimizer, *, total_updates: int) -> OptimizerParamScheduler:
     """Linear warm-up, then decay to `min_lr_ratio` at the last update.
 
-    Update k (from 1) uses the schedule's value at k: the scheduler is advanced before each update, so the first update is not made at rate 0.
+    Update k (from 1) uses the schedule's value at k: the scheduler is advanced before each update, so the first is not made at rate 0.
     """
     warmup = min(fields.warmup_steps, max(total_updates - 1, 0))
     return OptimizerParamScheduler(

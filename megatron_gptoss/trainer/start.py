@@ -87,7 +87,8 @@ class TrainingWorld:
 
     def _died(self, rank: int, phase: str, error: Exception) -> TrainerFailed:
         words = " ".join(str(getattr(error, "cause", error)).split())[:300]
-        return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {self.log(rank)}:\n{log_tail(self.log(rank))}")
+        log = self.log(rank)
+        return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {log}:\n{log_tail(log)}")
 
     def _expired(self, phase: str, missing: list[int]) -> DeadlineExpired:
         for rank in missing:

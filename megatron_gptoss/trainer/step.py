@@ -87,7 +87,7 @@ class Trainer:
     # -- weights -------------------------------------------------------------------------------------------------------------------------
 
     def load_hf(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the parameters from full Hugging Face tensors, each rank its part. Raises CheckpointError on names or shapes that do not fit."""
+        """Fill the parameters from full Hugging Face tensors, each rank its part. Raises CheckpointError when they do not fit."""
         load_hf(self.module, self.model_config, tensors)
 
     def fingerprint(self) -> dict[str, str]:
@@ -95,8 +95,7 @@ class Trainer:
         parts: dict[str, object] = {
             "weights": {name: p.detach() for name, p in self.module.named_parameters()},
             "moments": [
-                [{k: v for k, v in sorted(state.items())} for state in part.optimizer.state.values()]
-                for part in self.optimizer.chained_optimizers
+                [dict(sorted(state.items())) for state in part.optimizer.state.values()] for part in self.optimizer.chained_optimizers
             ],
             "schedule": self.schedule.state_dict(),
             "random": torch.get_rng_state(),
@@ -167,8 +166,8 @@ class Trainer:
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None = None) -> StepStats:
         """One optimizer update per minibatch and epoch.
 
-        `old` holds the log-probs scored before the first update, in the same packing. None means the update is on-policy: the old log-prob is
-        the current one, detached, so the ratio is exactly 1 however the forward pass rounds.
+        `old` holds the log-probs scored before the first update, in the same packing. None means the update is on-policy: the old log-prob
+        is the current one, detached, so the ratio is exactly 1 however the forward pass rounds.
         """
         epochs = how.policy.epochs if how.policy else 1
         on_policy = old is None
@@ -294,7 +293,7 @@ class Trainer:
     # -- when a value is not finite ------------------------------------------------------------------------------------------------------
 
     def _explain(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None) -> str:
-        """Find the first microbatch whose loss or gradient is not finite, dump it, and say so. Costs one more pass; runs only after a fault."""
+        """Find the first microbatch whose loss or gradient is not finite, dump it, and say so. Costs a pass; runs only after a fault."""
         for j, batch in enumerate(minibatch):
             totals = self._accumulate([batch], how, [old[j]] if old is not None else None, None)
             loss_ok = bool(torch.isfinite(totals.sums).all())
@@ -326,7 +325,8 @@ class Trainer:
 def _plain(value: object) -> object:
     """Tensors as bytes, containers as lists, so that equal values serialise equally whatever holds them."""
     if isinstance(value, Tensor):
-        return [str(value.dtype), list(value.shape), value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""]
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(value.dtype), list(value.shape), data]
     if isinstance(value, dict):
         return [[str(k), _plain(v)] for k, v in value.items()]
     if isinstance(value, list | tuple):

@@ -1,6 +1,7 @@
 """One trainer rank as a Ray actor: a thin skin around `Trainer`.
 
-In: settings and calls from the driver. Out: results, or the exception that stopped this rank. Standard output and errors go to the rank's log.
+In: settings and calls from the driver. Out: results, or the exception that stopped this rank. Standard output and errors go to the
+rank's log.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """Handles of the policy's weights in the object store, and what the receiver must find."""
+    """Handle of the policy's weights in the object store, and what the receiver must find."""
 
-    buckets: tuple[ray.ObjectRef, ...]
+    buckets: ray.ObjectRef  # of a list of buckets of (name, tensor)
     num_tensors: int
     digest: int
 
@@ -136,15 +137,11 @@ class TrainerWorker:
         from megatron_gptoss.sync.gather import gather_buckets
         from megatron_gptoss.sync.verify import digest
 
-        refs, names, checks = [], 0, []
-        for bucket in gather_buckets(self.trainer.module, self.settings.model):
-            if self.rank == 0:
-                names += len(bucket)
-                checks.append(bucket)
-                refs.append(ray.put(bucket))
+        buckets = list(gather_buckets(self.trainer.module, self.settings.model))
         if self.rank != 0:
             return None
-        return ExportedWeights(tuple(refs), names, digest(item for bucket in checks for item in bucket))
+        tensors = [item for bucket in buckets for item in bucket]
+        return ExportedWeights(ray.put(buckets), len(tensors), digest(tensors))
 
     def save(self, path: str, progress: Progress) -> None:
         from megatron_gptoss.checkpoint.training_state import save_training_state

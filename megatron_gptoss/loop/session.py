@@ -1,0 +1,270 @@
+"""What a run holds while it lasts: run directory, Ray, trainer, engines, task.
+
+In: the configuration and its plan. Out: a started session, and its end without orphans, whatever ended it. The story itself is told in
+train.py, sft.py and evaluate.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from megatron_gptoss.checkpoint.progress import Progress
+from megatron_gptoss.config.hf_config import write_hf_config
+from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.config.preflight import free_port
+from megatron_gptoss.config.schema import Config, OptimizerFields
+from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_gptoss.obs.console import Console
+from megatron_gptoss.obs.manifest import write_manifest
+from megatron_gptoss.obs.metrics import MetricsLog
+from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, find_weights, latest_checkpoint
+from megatron_gptoss.parallel.packing import pack_step
+from megatron_gptoss.parallel.shape import ParallelShape
+from megatron_gptoss.rollout.collect import CollectLimits, collect
+from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
+from megatron_gptoss.rollout.pool import EnginePool
+from megatron_gptoss.tasks.base import Task
+from megatron_gptoss.tasks.registry import make_task
+from megatron_gptoss.trainer.start import RankResources, TrainingWorld
+from megatron_gptoss.trainer.worker import FirstWeights, TrainerSettings
+from megatron_gptoss.types import Prompt, RolloutGroup, Sample
+
+T = TypeVar("T")
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each part of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last call."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+class Session:
+    """Made by `open_session`."""
+
+    def __init__(self, loaded: Loaded, plan: RunPlan, command: str) -> None:
+        self.loaded, self.plan, self.command = loaded, plan, command
+        self.config: Config = loaded.config
+        self.console = Console()
+        self.clock = Clock()
+        self.runner = asyncio.Runner()
+        self.tokenizer: Tokenizer = load_tokenizer(self.config)
+        self.task: Task = make_task(self.config)
+        self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
+        resumed_step = checkpoint_step(self.checkpoint) if self.checkpoint else None
+        if resumed_step is None:
+            self.dir = RunDir.create(plan.run_dir, self.config)
+        else:
+            self.dir = RunDir.resume(plan.run_dir, self.config, resumed_step)
+        write_manifest(self.dir, command, plan, self._backends(), resumed_step)
+        self.metrics = MetricsLog(self.dir, resumed_step)
+        self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
+        self.trainer: TrainingWorld | None = None
+        self._pool: EnginePool | None = None
+
+    def _backends(self) -> dict[str, str]:
+        cpu = self.plan.device == "cpu"
+        return {
+            "attention": self.config.trainer.attention,
+            "experts": "sequential",
+            "logprob": "reference",
+            "collectives": "gloo" if cpu else "nccl",
+            "engine": "vllm-cpu" if cpu else "vllm",
+            "weight_sync": "inline",
+        }
+
+    # -- start and stop ------------------------------------------------------------------------------------------------------------------
+
+    def start_ray(self, *, num_actors: int) -> None:
+        """Join the cluster, or start one for this run that ends with it. Nothing of Ray reaches the terminal."""
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        local = self.config.cluster.address == "local"
+        ray.init(
+            address=None if local else self.config.cluster.address,
+            num_cpus=max(num_actors, self.plan.cluster.num_cpus) if local else None,
+            include_dashboard=False if local else None,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_object_store_bytes() if local else None,
+        )
+
+    def make_trainer(self, optimizer: OptimizerFields, *, total_updates: int) -> None:
+        c, plan = self.config, self.plan
+        settings = TrainerSettings(
+            model=c.model,
+            trainer=c.trainer,
+            optimizer=optimizer,
+            shape=ParallelShape(world=plan.world_size, expert=plan.expert_parallel),
+            first_weights=self._first_weights(),
+            total_updates=total_updates,
+            keep_reference=self.command == "train" and c.rl.kl_coef > 0.0,
+            seed=c.run.seed,
+            fault=c.parity.trainer_fault,
+            address=f"127.0.0.1:{free_port(c.cluster)}",
+            use_gpu=plan.device == "cuda",
+            log_dir=str(self.dir.logs.absolute()),
+        )
+        self.trainer = TrainingWorld(settings, RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus))
+
+    def _first_weights(self) -> FirstWeights:
+        if not self.config.run.init:
+            return FirstWeights("random")
+        source = find_weights(Path(self.config.run.init))
+        return FirstWeights("hf" if source.kind == "huggingface" else "checkpoint", str(source.path.absolute()))
+
+    def make_engines(self) -> None:
+        c, plan = self.config, self.plan
+        model_dir = self.dir.path / "engine"
+        model_dir.mkdir(exist_ok=True)
+        write_hf_config(c.model, model_dir / "config.json", dtype=c.rollout.dtype)
+
+        def make(index: int, start: int) -> EngineHandle:
+            name = f"engine-{index}" + (f"-restart{start}" if start else "")
+            settings = EngineSettings(
+                model_dir=str(model_dir.absolute()),
+                dtype=c.rollout.dtype,
+                max_model_len=plan.engine_max_model_len,
+                max_running=plan.engine_max_running,
+                log_path=str((self.dir.logs / f"{name}.log").absolute()),
+                kv_cache_gib=c.rollout.kv_cache_gib,
+                gpu_memory_fraction=c.rollout.gpu_memory_fraction,
+                deterministic=c.rollout.deterministic,
+                seed=c.run.seed + index,
+                num_gpus=int(plan.engine_resources.num_gpus),
+            )
+            return start_engine(settings, name)
+
+        self._pool = EnginePool(
+            make,
+            plan.num_engines,
+            start_timeout_s=c.rollout.start_timeout_s,
+            turn_timeout_s=c.rollout.turn_timeout_s,
+            max_restarts=c.rollout.max_restarts,
+        )
+
+    @property
+    def pool(self) -> EnginePool:
+        assert self._pool is not None, "this session has no engines"
+        return self._pool
+
+    @property
+    def world(self) -> TrainingWorld:
+        assert self.trainer is not None
+        return self.trainer
+
+    def start(self) -> None:
+        """Trainer and engines come up side by side; on resume the trainer's state is restored."""
+
+        async def both() -> None:
+            trainer = asyncio.to_thread(self._start_trainer)
+            if self._pool is None:
+                await trainer
+            else:
+                await asyncio.gather(trainer, self._pool.start())
+
+        self.run(both())
+
+    def _start_trainer(self) -> None:
+        self.world.start()
+        if self.checkpoint is not None:
+            self.progress = self.world.resume(self.checkpoint.absolute())
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self.run(self._pool.close())
+        if self.trainer is not None:
+            self.trainer.stop()
+        ray.shutdown()
+        self.task.close()
+        self.metrics.close()
+        self.runner.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the session's event loop; the engines' tasks live there between calls."""
+        return self.runner.run(coroutine)
+
+    # -- verbs that several stories share ------------------------------------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Give the engines the trainer's weights; returns when each has confirmed version and checksum."""
+        weights = self.world.export_weights()
+        self.run(self.pool.publish(version, weights.buckets, weights.digest))
+
+    def collect(self, prompts: Sequence[Prompt], *, group_size: int, step: int, words: str) -> list[RolloutGroup]:
+        c = self.config.rollout
+        limits = CollectLimits(
+            max_turns=c.max_turns,
+            max_turn_tokens=c.max_turn_tokens,
+            max_sequence_tokens=c.max_sequence_tokens,
+            temperature=c.temperature,
+            seeded=c.deterministic,
+        )
+        with self.console.progress(words, total=len(prompts) * group_size) as bar:
+            return self.run(
+                collect(
+                    prompts,
+                    group_size,
+                    self.pool,
+                    self.task,
+                    self.tokenizer,
+                    limits,
+                    run_seed=self.config.run.seed,
+                    step=step,
+                    progress=bar.update,
+                )
+            )
+
+    def score(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The trainer's log-probs of each sample's trained tokens, in the samples' order."""
+        ranks, budget = self.plan.data_parallel, self.config.trainer.tokens_per_microbatch
+        packed = pack_step(samples, minibatches=1, ranks=ranks, tokens_per_microbatch=budget)
+        scores = self.world.score(packed, self.config.rollout.temperature)
+        found: dict[str, list[float]] = {s.name: [] for s in samples}
+        for rank in range(ranks):
+            for batch, score in zip(packed[0][rank], scores[rank][0], strict=True):
+                for owner, logp in zip(batch.sample_N.tolist(), score.logp_N.tolist(), strict=True):
+                    found[batch.names[owner]].append(logp)
+        return [found[s.name] for s in samples]
+
+    def save(self) -> None:
+        path = self.dir.checkpoint(self.progress.step)
+        self.world.save(path.absolute(), self.progress)
+
+
+def _object_store_bytes() -> int:
+    """Weights and microbatches pass through it; a laptop's /dev/shm is small."""
+    free = os.statvfs("/dev/shm")
+    return int(min(2 * 2**30, max(100 * 2**20, free.f_bavail * free.f_frsize * 0.3)))
+
+
+@contextmanager
+def open_session(loaded: Loaded, plan: RunPlan, command: str) -> Iterator[Session]:
+    """A session that is closed whatever happens."""
+    session = Session(loaded, plan, command)
+    try:
+        yield session
+    finally:
+        session.close()
