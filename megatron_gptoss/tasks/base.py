@@ -33,6 +33,9 @@ class Demonstration:
 
     messages: tuple[Message, ...]
     kind: str  # "clean", "guess", "stop", "digit"
+    # (message, first character, end character) of assistant text that stands elsewhere already and has to be copied; the rest is format.
+    # `data.harmony.render_marked(messages, tokenizer, copied)` says which tokens those are.
+    copied: tuple[tuple[int, int, int], ...] = ()
 
 
 class Conversation(Protocol):
@@ -55,7 +58,7 @@ class Task(Protocol):
     name: str
 
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
-        """Prompts number `start` .. `start + count - 1` of an endless stream that depends on the seed only. `heldout` never meets `train`."""
+        """Prompts `start` .. `start + count - 1` of an endless stream that depends on the seed only. `heldout` and `train` never meet."""
         ...
 
     def begin(self, prompt: Prompt) -> Conversation: ...
@@ -68,4 +71,10 @@ class Task(Protocol):
 class Demonstrator(Protocol):
     """A task that can also write transcripts for a warm start."""
 
-    def demonstration(self, rng: random.Random) -> Demonstration: ...
+    def demonstration(self, rng: random.Random) -> Demonstration:
+        """One transcript of a training prompt, drawn with `rng` alone; with the flaws the configuration asks for."""
+        ...
+
+    def copy_transcripts(self, split: Split, start: int, count: int) -> list[Demonstration]:
+        """Clean transcripts of prompts `start` .. `start + count - 1`, with the copied text marked."""
+        ...

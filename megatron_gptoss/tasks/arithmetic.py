@@ -1,0 +1,203 @@
+"""A task a tiny model learns in minutes: `(37+58)*4`, with a calculator that does exactly one operation a call.
+
+In: a seed. Out: prompts without end, conversations that run the calculator, and transcripts for the warm start. Two calls are necessary, so
+the model must call, copy the result into the next call, and copy the last result into its answer.
+
+Problem: (a OP1 b)OP2 c with a, b in 10..99, OP1 in {+,-}, OP2 in {+,-,*}, c in 2..9 and no value below zero: 288,840 problems. Held out are
+those whose text has a sha256 that starts with a byte below 26, about a tenth. Reward: 1 if the answer is exactly right, else 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_gptoss.data.harmony import Message, ParsedTurn
+from megatron_gptoss.tasks.base import Demonstration, Split, Verdict
+from megatron_gptoss.types import Prompt, RewardPart
+
+TOOL = "functions.calc"
+DEVELOPER = Message("developer", f"# Tools\n{TOOL}(expression)")
+NUM_CALLS = 2  # that a right solution needs
+HELDOUT_BELOW = 26  # of 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    a: int
+    first: str  # OP1 and b, "+58"
+    second: str  # OP2 and c, "*4"
+
+    @property
+    def text(self) -> str:
+        return f"({self.a}{self.first}){self.second}"
+
+    def results(self) -> tuple[str, str]:
+        """What the calculator says to the two calls of a right solution."""
+        one = calculate(f"{self.a}{self.first}")
+        return one, calculate(one + self.second)
+
+
+def calculate(expression: str) -> str:
+    """The tool: one operation on two numbers of at most six digits; "error" for anything else."""
+    match = re.fullmatch(r"([0-9]{1,6})([+*-])([0-9]{1,6})", expression)
+    if match is None:
+        return "error"
+    a, b = int(match[1]), int(match[3])
+    return str({"+": a + b, "-": a - b, "*": a * b}[match[2]])
+
+
+def is_heldout(text: str) -> bool:
+    return hashlib.sha256(text.encode()).digest()[0] < HELDOUT_BELOW
+
+
+def draw_problem(rng: random.Random, split: Split) -> Problem:
+    """A problem of one split, uniform over the draws that keep every value at or above zero."""
+    while True:
+        problem = Problem(rng.randint(10, 99), f"{rng.choice('+-')}{rng.randint(10, 99)}", f"{rng.choice('+-*')}{rng.randint(2, 9)}")
+        if all(result.isdigit() for result in problem.results()) and is_heldout(problem.text) == (split == "heldout"):
+            return problem
+
+
+class Arithmetic:
+    """The task. `guess`, `stop` and `digit` are the shares of flawed demonstrations; the rest is right."""
+
+    name = "arithmetic"
+
+    def __init__(self, seed: int, guess: float = 0.10, stop: float = 0.50, digit: float = 0.03) -> None:
+        if guess + stop + digit > 1.0:
+            raise ValueError(f"guess {guess} + stop {stop} + digit {digit} is more than 1")
+        self.seed = seed
+        self.mix = (("guess", guess), ("stop", stop), ("digit", digit))
+
+    def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
+        return [self._prompt(split, index) for index in range(start, start + count)]
+
+    def begin(self, prompt: Prompt) -> ArithmeticConversation:
+        return ArithmeticConversation(prompt)
+
+    def close(self) -> None:
+        pass
+
+    def demonstration(self, rng: random.Random) -> Demonstration:
+        """A transcript of a training problem: right, a guess without a call, a stop after the first result, or one wrong digit."""
+        problem, u = draw_problem(rng, "train"), rng.random()
+        kind = "clean"
+        for name, share in self.mix:
+            if u < share:
+                kind = name
+                break
+            u -= share
+        if kind == "digit":
+            return _with_wrong_digit(problem, rng)
+        results = problem.results()
+        if kind == "guess":
+            digits = str(rng.randint(1, 9)) + "".join(rng.choice("0123456789") for _ in results[1][1:])
+            return _transcript(problem, [], digits, kind)
+        calls = [f"{problem.a}{problem.first}", results[0] + problem.second]
+        return _transcript(problem, calls[:1], results[0], kind) if kind == "stop" else _transcript(problem, calls, results[1], kind)
+
+    def copy_transcripts(self, split: Split, start: int, count: int) -> list[Demonstration]:
+        clean = []
+        for index in range(start, start + count):
+            problem = self._problem(split, index)
+            one, two = problem.results()
+            clean.append(_transcript(problem, [f"{problem.a}{problem.first}", one + problem.second], two, "clean"))
+        return clean
+
+    def _problem(self, split: Split, index: int) -> Problem:
+        # One generator per prompt, so that prompt n is the same wherever a stream starts. Python hashes a text seed with sha512.
+        return draw_problem(random.Random(f"arithmetic/{self.seed}/{split}/{index}"), split)
+
+    def _prompt(self, split: Split, index: int) -> Prompt:
+        problem = self._problem(split, index)
+        return Prompt(f"arithmetic/{split}/{index}", self.name, problem.text, problem.results()[1])
+
+
+class ArithmeticConversation:
+    """One rollout. Labels: by the calls answered "no-call", "stopped-early", "called-both" or "overcall"; then "right" or "malformed".
+
+    The first four are about calls alone, whatever ended the conversation: right given both calls is the share of "right" in "called-both".
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.num_calls = 0
+
+    def opening(self) -> Sequence[Message]:
+        return (DEVELOPER, Message("user", self.prompt.text))
+
+    def reply(self, turn: ParsedTurn) -> Sequence[Message] | Verdict:
+        if turn.kind == "call" and turn.recipient == TOOL and turn.channel == "commentary":
+            expression = _expression(turn.text)
+            if expression is not None:
+                self.num_calls += 1
+                return (_tool_says(calculate(expression)),)
+        if turn.kind == "final" and re.fullmatch(r"-?[0-9]+", turn.text):
+            return self._verdict("final", turn.text)
+        return self._verdict("malformed", None)
+
+    def cut(self, reason: str) -> Verdict:
+        return self._verdict(reason, None)
+
+    def _verdict(self, stop_reason: str, answer: str | None) -> Verdict:
+        labels = [{0: "no-call", 1: "stopped-early", NUM_CALLS: "called-both"}.get(self.num_calls, "overcall")]
+        right = answer == self.prompt.gold
+        if right:
+            labels.append("right")
+        if stop_reason == "malformed":
+            labels.append("malformed")
+        return Verdict(float(right), (RewardPart("right", float(right)),), answer, tuple(labels), stop_reason)
+
+
+def _expression(arguments: str) -> str | None:
+    """The argument of a call; None when the JSON is broken or has no such field. What is no text is no operation, which "" says too."""
+    try:
+        expression = json.loads(arguments)["expression"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return expression if isinstance(expression, str) else ""
+
+
+def _tool_says(result: str) -> Message:
+    return Message("tool", result, channel="commentary", recipient="assistant", author_name=TOOL)
+
+
+def _transcript(problem: Problem, expressions: Sequence[str], answer: str, kind: str) -> Demonstration:
+    """Developer, user, one call and its true result per expression, then the answer. Expressions and answer are the copied text."""
+    messages = [DEVELOPER, Message("user", problem.text)]
+    copied = []
+    for expression in expressions:
+        before = '{"expression":"'
+        arguments = f'{before}{expression}"}}'
+        # The span runs on to the closing `"}`: knowing where the number ends is part of copying it.
+        copied.append((len(messages), len(before), len(arguments)))
+        call = Message("assistant", arguments, "commentary", TOOL, "<|constrain|>json", recipient_after_channel=True)
+        messages += [call, _tool_says(calculate(expression))]
+    copied.append((len(messages), 0, len(answer)))
+    messages.append(Message("assistant", answer, "final"))
+    return Demonstration(tuple(messages), kind, tuple(copied) if kind == "clean" else ())
+
+
+def _with_wrong_digit(problem: Problem, rng: random.Random) -> Demonstration:
+    """One wrong digit in the first call, the second or the answer, and what follows from it. Drawn again while a result is below zero."""
+    while True:
+        slot = rng.randrange(NUM_CALLS + 1)
+        now, calls = str(problem.a), []
+        for n, step in enumerate((problem.first, problem.second)):
+            expression = now + step
+            calls.append(_wrong_digit(expression, rng) if n == slot else expression)
+            now = calculate(calls[-1])
+            if not now.isdigit():
+                break
+        else:
+            return _transcript(problem, calls, _wrong_digit(now, rng) if slot == NUM_CALLS else now, "digit")
+
+
+def _wrong_digit(text: str, rng: random.Random) -> str:
+    at = rng.choice([n for n, c in enumerate(text) if c.isdigit()])
+    return text[:at] + rng.choice([c for c in "0123456789" if c != text[at]]) + text[at + 1 :]
