@@ -1,0 +1,188 @@
+"""What does a person see while a run goes on?
+
+In: names and numbers. Out: a table at the start, a progress bar while something long runs, one line a step, a rollout in full, and one
+block when something failed. Calm: in a pipe, a file or CI there is no bar and no control character, and a long phase leaves one line.
+Worker logs do not come here, they go to files. Does not measure and does not decode tokens. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from megatron_gptoss.types import Rollout
+
+LONG_PHASE_S = 10.0  # without a terminal, a phase that took less leaves no line of its own; the line of its step has the time
+PIPE_WIDTH = 140  # rich assumes 80 where there is no terminal
+
+# The line of a step: metric, word, format. What was not measured is left out.
+STEP_WORDS = (
+    ("reward/mean", "reward", ".2f"),
+    ("eval/success", "success", ".3f"),
+    ("mismatch/logp_abs_max", "mismatch", ".0e"),
+    ("grad/norm", "grad", ".2f"),
+    ("policy/entropy", "entropy", ".3f"),
+)
+PHASES = ("rollout", "score", "update", "sync")  # time/<phase>_s
+
+
+class Bar:
+    """What a phase reports while it runs. Safe to call from several threads and from asyncio."""
+
+    def __init__(self, advance: Callable[[int, str], None]):
+        self._advance = advance
+
+    def advance(self, n: int = 1, rate: str = "") -> None:
+        """`n` more are done. `rate`: "310 tokens/s", shown beside the bar; empty keeps the last."""
+        self._advance(n, rate)
+
+
+class Console:
+    def __init__(self, console: RichConsole | None = None, clock: Callable[[], float] = time.monotonic):
+        self._rich = console or RichConsole(highlight=False)
+        if not self._rich.is_terminal:
+            self._rich.width = PIPE_WIDTH
+        self._clock = clock
+
+    def say(self, text: str) -> None:
+        """One plain line. Markup in it stays text."""
+        self._rich.print(Text(text), soft_wrap=True)
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """What runs: name and value, one a row."""
+        table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, padding=(0, 1))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(Text(name), Text(value))
+        self._rich.print(table)
+
+    @contextmanager
+    def progress(self, name: str, total: int, unit: str = "") -> Iterator[Bar]:
+        """A bar from 0 to `total` while the block runs: `with console.progress("rollouts", 64, "conversations") as bar: ...`."""
+        start = self._clock()
+        done, last_rate = 0, ""
+        columns = (
+            TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn(unit),
+            TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        bar = Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal)
+        task = bar.add_task(name, total=total, rate="")
+
+        def advance(n: int, rate: str) -> None:
+            nonlocal done, last_rate
+            done, last_rate = done + n, rate or last_rate
+            bar.update(task, advance=n, rate=last_rate)
+
+        ended = "stopped"
+        with bar:
+            try:
+                yield Bar(advance)
+                ended = "done"
+            finally:
+                seconds = self._clock() - start
+                if ended == "stopped" or (seconds >= LONG_PHASE_S and not self._rich.is_terminal):
+                    numbers = f"{done}/{total}{f' {unit}' if unit else ''}"
+                    self.say(f"{name}: {ended}, {numbers} in {seconds:.1f} s{f' ({last_rate})' if last_rate else ''}")
+
+    def step(self, step: int, total: int, values: Mapping[str, float | int | bool | str]) -> None:
+        self.say(step_line(step, total, values))
+
+    def print_rollout(self, rollout: Rollout, text: str) -> None:
+        """One conversation in full. `text`: its token ids decoded with special tokens."""
+        parts: list[Text] = []
+        for who, content in split_conversation(text):
+            parts.append(Text(who, style="bold magenta" if who.startswith("assistant") else "bold cyan"))
+            parts.append(Text(visible(content) + "\n"))
+        reward = f"reward {rollout.reward:g}" + "".join(f"   {part.name} {part.value:g}" for part in rollout.reward_parts)
+        verdict = f"answer {visible(rollout.answer or '')!r}   gold {rollout.prompt.gold!r}   stop {rollout.stop_reason}"
+        labels = f"   {', '.join(rollout.labels)}" if rollout.labels else ""
+        sampled = f"{len(rollout.token_ids)} tokens, {sum(rollout.sampled)} of them sampled"
+        style = "green" if rollout.reward > 0 else "red"
+        parts += [Text(f"{reward}   {verdict}{labels}", style=style), Text(sampled, style="dim")]
+        title = Text(f"{rollout.prompt.id} #{rollout.index}")
+        self._rich.print(Panel(Group(*parts), title=title, title_align="left", border_style=style, width=min(self._rich.width, PIPE_WIDTH)))
+
+    def failure(self, what: str, message: str, log: Path | None = None, lines: int = 15) -> None:
+        """The first process that failed: why, the last lines of its log, and where the rest is."""
+        parts = [Text(message)]
+        if log is not None:
+            parts += [Text(f"\nlast lines of {log}:", style="dim"), *(Text("  " + visible(line)) for line in last_lines(log, lines))]
+        self._rich.print(Panel(Group(*parts), title=Text(f"failed: {what}"), title_align="left", border_style="red"))
+
+
+def step_line(step: int, total: int, values: Mapping[str, float | int | bool | str]) -> str:
+    """`step 12/40  reward 0.75  mismatch 3e-06  grad 0.31  entropy 0.040  6.8 s (rollout 6.1 score 0.0 update 0.3 sync 0.1)`."""
+    words = [f"step {step:{len(str(total))}d}/{total}"]
+    for name, word, form in STEP_WORDS:
+        value = values.get(name)
+        if isinstance(value, int | float):
+            words.append(f"{word} {value:{form}}")
+    if values.get("train/skipped"):
+        words.append("update skipped")
+    split = [(p, values[f"time/{p}_s"]) for p in PHASES if f"time/{p}_s" in values]
+    whole = values.get("time/step_s")
+    if isinstance(whole, int | float):
+        inside = " ".join(f"{phase} {seconds:.1f}" for phase, seconds in split)
+        words.append(f"{whole:.1f} s" + (f" ({inside})" if inside else ""))
+    return "  ".join(words)
+
+
+def split_conversation(text: str) -> list[tuple[str, str]]:
+    """Harmony text as (who, what) pairs: ("assistant to functions.calc, commentary", '{"expression":"1+2"}').
+
+    For the eye only. Whatever is not a whole message, such as a malformed turn, is shown as it stands.
+    """
+    pieces: list[tuple[str, str]] = []
+    for chunk in text.split("<|start|>"):
+        if not chunk:
+            continue
+        first = True
+        # One turn may hold several messages, ended by <|end|> and opened by <|channel|> alone.
+        for message in re.split(r"(?<=<\|end\|>)|(?<=<\|call\|>)|(?<=<\|return\|>)", chunk):
+            header, mark, content = message.partition("<|message|>")
+            if not message:
+                continue
+            if not mark:
+                pieces.append(("assistant, malformed" if not first else "unfinished", message))
+            else:
+                pieces.append((_who(header), re.sub(r"<\|(end|call|return)\|>$", "", content)))
+            first = False
+    return pieces
+
+
+def _who(header: str) -> str:
+    """`assistant<|channel|>commentary to=functions.calc <|constrain|>json` -> "assistant to functions.calc, commentary"."""
+    speaker, _, channel = header.partition("<|channel|>")
+    found = re.search(r"\bto=(\S+?)(?=\s|<|$)", header)
+    recipient = f" to {found[1]}" if found else ""
+    name = re.sub(r"\s*\bto=\S+", "", speaker).strip()
+    where = re.split(r"[\s<]", channel.strip())[0] if channel.strip() else ""
+    return f"{name or 'assistant'}{recipient}{f', {where}' if where else ''}"
+
+
+def visible(text: str) -> str:
+    """Control characters, which a model or a log may hold, as escapes: they must not steer the terminal. Newline and tab stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The end of a log, read from its last 64 KiB; a log that is missing says so in its place."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - 65536, 0))
+            return [line.rstrip() for line in file.read().decode("utf-8", errors="replace").splitlines()][-count:]
+    except OSError as error:
+        return [f"({error.strerror})"]
