@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 import safetensors.torch
+from ray.exceptions import RayError, RayTaskError
 
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
@@ -128,8 +129,8 @@ class Engine:
                 raise WeightsRefused("the engine holds no whole policy; publish one first")
             final = None
             try:
-                async for final in self.llm.generate({"prompt_token_ids": list(request.token_ids)}, params, request.request_id):
-                    pass
+                async for output in self.llm.generate({"prompt_token_ids": list(request.token_ids)}, params, request.request_id):
+                    final = output
             except EngineDeadError as error:
                 # vLLM's exception would make the driver import vLLM to read it.
                 raise EngineDied(f"vLLM's engine core died: {error}") from None
@@ -287,7 +288,8 @@ def check_request(request: TurnRequest, settings: EngineSettings) -> None:
     length = len(request.token_ids) + request.max_new_tokens
     if not request.token_ids or request.max_new_tokens < 1 or length > settings.max_model_len:
         raise ValueError(
-            f"{request.request_id}: {len(request.token_ids)} + {request.max_new_tokens} tokens do not fit max_model_len {settings.max_model_len}"
+            f"{request.request_id}: a prompt of {len(request.token_ids)} and an answer of {request.max_new_tokens} tokens; "
+            f"both must be at least 1, and together at most max_model_len = {settings.max_model_len}"
         )
     if settings.deterministic and request.seed is None:
         raise ValueError(f"{request.request_id}: a deterministic engine needs a seed in every request")
@@ -325,6 +327,7 @@ class EngineHandle:
         self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
 
     async def start(self) -> None:
+        self._note(await self._call("process"))  # first, so that an engine that hangs in its start can be killed by pid
         self._note(await self._call("start"))
 
     async def generate(self, request: TurnRequest) -> TurnResult:
@@ -361,20 +364,19 @@ class EngineHandle:
     async def _call(self, method: str, *args: Any) -> Any:
         try:
             return await getattr(self.actor, method).remote(*args)
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, EngineDied | WeightsRefused | ValueError):
                 raise cause from None
             raise EngineDied(f"{self.name}.{method} failed: {cause!r}") from None
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {error}") from None
 
     def _note(self, process: EngineProcess) -> None:
         self.pid = process.pid
         if process.host == socket.gethostname():
-            for pid in (process.pid, *process.children):
-                with contextlib.suppress(psutil.Error):
-                    self._processes.append(psutil.Process(pid))
+            with contextlib.suppress(psutil.Error):
+                self._processes = [psutil.Process(pid) for pid in (process.pid, *process.children)]
 
 
 def start_engine(settings: EngineSettings, name: str) -> EngineHandle:

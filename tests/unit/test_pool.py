@@ -1,0 +1,290 @@
+"""The pool's decisions, with an engine that lives in memory: where turns go, what a death leads to, that no mixed pool serves.
+
+The fake engine stands for the protocol only; real engines are in tests/e2e/test_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gptoss.errors import EngineFailed
+from megatron_gptoss.rollout.engine import NO_WEIGHTS, EngineDied, HeldWeights, WeightsRefused
+from megatron_gptoss.rollout.pool import EnginePool
+from megatron_gptoss.types import TurnRequest, TurnResult
+
+DIGEST = 0xFEED
+
+
+class FakeEngine:
+    """Answers at once, or when `answer` is set; can be told to die, to refuse, or to confirm something else."""
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        self.name, self.log_path, self.pid = name, str(log_path), 4000
+        self.held = NO_WEIGHTS
+        self.requests: list[str] = []
+        self.updates: list[int] = []
+        self.running = self.killed = self.stopped = False
+        self.answer = asyncio.Event()
+        self.answer.set()
+        self.start_fails = self.dies_in_update = self.refuses = False
+        self.confirms: HeldWeights | None = None
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+        if self.start_fails:
+            raise EngineDied(f"{self.name} did not start")
+        self.running = True
+
+    async def generate(self, request: TurnRequest) -> TurnResult:
+        assert self.running and not self.killed
+        self.requests.append(request.request_id)
+        await asyncio.sleep(0)
+        await self.answer.wait()
+        if self.killed:
+            raise EngineDied(f"{self.name} was killed")
+        return TurnResult((7,), (-0.5,), "stop", self.held)
+
+    async def update_weights(self, version: int, buckets: Any) -> HeldWeights:
+        assert self.running and buckets == "the weights"
+        await asyncio.sleep(0)
+        self.updates.append(version)
+        if self.dies_in_update:
+            raise EngineDied(f"{self.name} died in an update")
+        if self.refuses:
+            raise WeightsRefused("the model has no place for 'model.norm.bias'")
+        self.held = version
+        return self.confirms or HeldWeights(version, 37, DIGEST)
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def kill(self) -> list[int]:
+        self.killed = True
+        return [self.pid]
+
+    def die(self) -> None:
+        """As the operating system would do it: whoever waits for an answer gets none."""
+        self.killed = True
+        self.answer.set()
+
+
+class Workshop:
+    """Makes fake engines, and applies `prepare` to each before the pool sees it."""
+
+    def __init__(self, folder: Path, prepare: Callable[[FakeEngine, int, int], None] = lambda engine, index, attempt: None) -> None:
+        self.folder, self.prepare = folder, prepare
+        self.made: list[FakeEngine] = []
+
+    def __call__(self, index: int, attempt: int) -> FakeEngine:
+        log = self.folder / f"engine-{index}.{attempt}.log"
+        log.write_text(f"first line\nthe last words of engine {index}.{attempt}\n")
+        engine = FakeEngine(f"engine-{index}.{attempt}", log)
+        self.prepare(engine, index, attempt)
+        self.made.append(engine)
+        return engine
+
+
+def new_pool(workshop: Workshop, num_engines: int = 2, max_restarts: int = 2, turn_timeout_s: float = 5.0) -> EnginePool:
+    return EnginePool(workshop, num_engines, start_timeout_s=5.0, turn_timeout_s=turn_timeout_s, max_restarts=max_restarts)
+
+
+def turn(number: int, conversation: str | None = None) -> TurnRequest:
+    return TurnRequest(f"t{number}", conversation or f"c{number}", (1, 2), 4, (), 1.0)
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 20))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_new_conversations_go_to_the_least_loaded_engine(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, num_engines=3)
+        await pool.publish(0, "the weights", DIGEST)
+        for engine in workshop.made:
+            engine.answer.clear()
+        waiting = [asyncio.create_task(pool.generate(turn(n))) for n in range(9)]
+        await settle()
+        assert [len(engine.requests) for engine in workshop.made] == [3, 3, 3]
+        workshop.made[1].answer.set()
+        await settle()
+        waiting += [asyncio.create_task(pool.generate(turn(n))) for n in range(9, 12)]
+        await settle()
+        assert [len(engine.requests) for engine in workshop.made] == [3, 6, 3]
+        for engine in workshop.made:
+            engine.answer.set()
+        await asyncio.gather(*waiting)
+        assert [slot.turns for slot in pool.slots] == [0, 0, 0]
+
+    run(story())
+
+
+def test_a_conversation_stays_with_its_engine_until_the_weights_change(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.publish(0, "the weights", DIGEST)
+        await asyncio.gather(pool.generate(turn(0, "a")), pool.generate(turn(1, "b")))
+        for n in range(2, 8):
+            await pool.generate(turn(n, "b"))
+        assert [len(engine.requests) for engine in workshop.made] == [1, 7]
+        await pool.publish(1, "the weights", DIGEST)
+        assert (await pool.generate(turn(8, "b"))).version == 1
+        assert workshop.made[0].requests[-1] == "t8"  # both idle, no cached prefix anywhere: the first
+
+    run(story())
+
+
+def test_unfinished_turns_of_a_dead_engine_are_asked_again_and_it_returns_with_the_same_policy(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.publish(3, "the weights", DIGEST)
+        first = workshop.made[0]
+        first.answer.clear()
+        waiting = [asyncio.create_task(pool.generate(turn(n))) for n in range(6)]
+        await settle()
+        lost = list(first.requests)
+        first.die()
+        results = await asyncio.gather(*waiting)
+        assert [result.version for result in results] == [3] * 6
+        assert len(lost) == 3 and pool.counts.redispatched_turns == 3
+        asked = Counter(name for engine in workshop.made for name in engine.requests)
+        assert all(asked[f"{name}.retry1"] == 1 for name in lost) and max(asked.values()) == 1
+        await pool.start()
+        successor = workshop.made[2]
+        assert pool.counts.restarts == 1 and pool.slots[0].engine is successor and successor.updates == [3]
+        assert "engine-0.0 (pid 4000): engine-0.0 was killed" in pool.counts.causes[0]
+
+    run(story())
+
+
+def test_turns_wait_when_the_only_engine_is_being_brought_back(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, num_engines=1)
+        await pool.publish(0, "the weights", DIGEST)
+        workshop.made[0].answer.clear()
+        waiting = asyncio.create_task(pool.generate(turn(0)))
+        await settle()
+        workshop.made[0].die()
+        assert (await waiting).token_ids == (7,)
+        assert workshop.made[1].requests == ["t0.retry1"]
+
+    run(story())
+
+
+def test_a_turn_past_its_deadline_means_a_dead_engine(tmp_path: Path) -> None:
+    def hang_first(engine: FakeEngine, index: int, attempt: int) -> None:
+        if attempt == 0:
+            engine.answer.clear()
+
+    async def story() -> None:
+        workshop = Workshop(tmp_path, hang_first)
+        pool = new_pool(workshop, num_engines=1, turn_timeout_s=0.1)
+        await pool.publish(0, "the weights", DIGEST)
+        assert (await pool.generate(turn(0))).token_ids == (7,)
+        assert workshop.made[0].killed and "a turn took longer than 0.1 s" in pool.counts.causes[0]
+
+    run(story())
+
+
+@pytest.mark.parametrize("fault", ["start_fails", "dies_in_update"])
+def test_an_engine_that_keeps_dying_ends_the_pool_with_its_name_pid_and_log(tmp_path: Path, fault: str) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path, lambda engine, index, attempt: setattr(engine, fault, index == 1))
+        pool = new_pool(workshop, max_restarts=2)
+        with pytest.raises(EngineFailed) as failure:
+            await pool.publish(0, "the weights", DIGEST)
+        assert len(workshop.made) == 4 and pool.counts.restarts == 2
+        for part in ("engine-1.2", "pid 4000", "max_restarts = 2", str(tmp_path / "engine-1.2.log"), "the last words of engine 1.2"):
+            assert part in str(failure.value)
+        with pytest.raises(EngineFailed):
+            await pool.generate(turn(0))
+
+    run(story())
+
+
+@pytest.mark.parametrize("confirmed", [HeldWeights(4, 37, DIGEST), HeldWeights(5, 37, DIGEST + 1), HeldWeights(NO_WEIGHTS, 0, 0)])
+def test_a_wrong_confirmation_is_never_served(tmp_path: Path, confirmed: HeldWeights) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.publish(4, "the weights", DIGEST)
+        workshop.made[1].confirms = confirmed
+        with pytest.raises(EngineFailed, match=r"engine-1\.0 .*sent version 5 .*confirms version"):
+            await pool.publish(5, "the weights", DIGEST)
+        with pytest.raises(EngineFailed):
+            await pool.generate(turn(0))
+        assert pool.counts.restarts == 0  # a restart would not cure it
+
+    run(story())
+
+
+def test_a_refused_update_is_never_served(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.start()
+        workshop.made[0].refuses = True
+        with pytest.raises(EngineFailed, match=r"no place for 'model\.norm\.bias'"):
+            await pool.publish(0, "the weights", DIGEST)
+        with pytest.raises(EngineFailed):
+            await pool.generate(turn(0))
+
+    run(story())
+
+
+def test_an_engine_that_dies_in_an_update_returns_with_the_new_policy(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.publish(0, "the weights", DIGEST)
+        workshop.made[0].dies_in_update = True
+        await pool.publish(1, "the weights", DIGEST)
+        assert [slot.version for slot in pool.slots] == [1, 1]
+        assert workshop.made[2].updates == [1]  # never the old one
+
+    run(story())
+
+
+def test_no_turn_before_a_policy_and_bad_requests_do_not_cost_an_engine(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.start()
+        with pytest.raises(EngineFailed, match="before any policy"):
+            await pool.generate(turn(0))
+        await pool.publish(0, "the weights", DIGEST)
+
+        async def reject(request: TurnRequest) -> TurnResult:
+            raise ValueError("too long")
+
+        workshop.made[0].generate = reject  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="too long"):
+            await pool.generate(turn(0))
+        assert pool.counts.restarts == 0 and pool.slots[0].turns == 0
+
+    run(story())
+
+
+def test_close_stops_and_kills_every_engine(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop)
+        await pool.publish(0, "the weights", DIGEST)
+        await pool.close()
+        assert all(engine.stopped and engine.killed for engine in workshop.made)
+
+    run(story())
