@@ -1,0 +1,45 @@
+"""The other end of math_check.py: a process that compares answers with math-verify.
+
+In: JSON lines on stdin, {"gold", "answer", "timeout_s"}. Out: JSON lines on stdout, {"equal": bool}; the first line is {"ready": true} or
+{"error": text}. It is started by its path, so that nothing of this package, of the driver or of Ray is imported here. It ends at the end of
+stdin, which comes also when the driver is killed.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import sys
+
+MEMORY_LIMIT = 4 << 30  # bytes of address space; 10^(10^10) must not take the machine down
+GRACE_S = 5.0  # the driver kills at the timeout; this is for a driver that is gone
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # whatever a library prints must not look like an answer
+    os.dup2(nowhere, 2)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    try:
+        from math_verify import parse, verify
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
+        return
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        # A watchdog in C: it also fires while one huge power holds the interpreter, when no signal handler and no Python thread runs.
+        faulthandler.dump_traceback_later(request["timeout_s"] + GRACE_S, exit=True, file=nowhere)
+        try:
+            # math-verify's own timeouts are off: they are whole seconds of SIGALRM, and the driver has a deadline already.
+            gold, answer = (parse(f"\\boxed{{{request[key]}}}", parsing_timeout=0) for key in ("gold", "answer"))
+            equal = bool(gold) and bool(answer) and bool(verify(gold, answer, timeout_seconds=0))
+        except (Exception, MemoryError, RecursionError):
+            equal = False  # what cannot be read is not equal
+        faulthandler.cancel_dump_traceback_later()
+        print(json.dumps({"equal": equal}), file=answers)
+
+
+if __name__ == "__main__":
+    serve()

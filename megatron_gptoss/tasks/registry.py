@@ -1,0 +1,38 @@
+"""Which task a configuration means. In: `Config`. Out: a task. It knows the tasks' names and which settings each takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from megatron_gptoss.config.schema import Config
+from megatron_gptoss.errors import ConfigError
+from megatron_gptoss.tasks.arithmetic import Arithmetic
+from megatron_gptoss.tasks.base import Task
+from megatron_gptoss.tasks.gsm8k import Gsm8k
+
+
+def _arithmetic(config: Config) -> Arithmetic:
+    sft = config.sft
+    if sft.guess_fraction + sft.stop_fraction + sft.digit_fraction > 1.0:
+        shares = f"{sft.guess_fraction} + {sft.stop_fraction} + {sft.digit_fraction}"
+        raise ConfigError(f"sft.guess_fraction + sft.stop_fraction + sft.digit_fraction = {shares} is more than 1; they are shares of all.")
+    return Arithmetic(config.run.seed, sft.guess_fraction, sft.stop_fraction, sft.digit_fraction)
+
+
+def _gsm8k(config: Config) -> Gsm8k:
+    task = config.task
+    return Gsm8k(task.path, task.eval_path, config.run.seed, task.reasoning, task.check_timeout_s)
+
+
+TASKS: dict[str, Callable[[Config], Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k}
+
+
+def make_task(config: Config) -> Task:
+    """The task that `task.name` names. ConfigError for an unknown name; what a task cannot use it says with ConfigError or DataError."""
+    make = TASKS.get(config.task.name)
+    if make is None:
+        near = difflib.get_close_matches(config.task.name, TASKS, n=3, cutoff=0.4)
+        nearest = f" Nearest: {', '.join(near)}." if near else ""
+        raise ConfigError(f"task.name = {config.task.name!r} is no task.{nearest} There are: {', '.join(sorted(TASKS))}.")
+    return make(config)
