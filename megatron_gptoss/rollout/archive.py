@@ -1,0 +1,107 @@
+"""Rollouts on disk: `rollouts/step-N.jsonl`, one JSON object a rollout, for people and for replay.
+
+In: the groups of a step. Out: a file that reads back to the same groups, every float exact. It does not choose names, compress or delete.
+`text` and `step` are for the reader's eye and are not read back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gptoss.data.prompts import read_json_lines
+from megatron_gptoss.data.tokenizer import Tokenizer
+from megatron_gptoss.errors import DataError
+from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
+
+NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}  # JSON has no such numbers, so they are written as text
+
+
+def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
+    """Writes all rollouts of a step. The file appears whole or not at all; one of that name is replaced. ValueError for an empty group."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for number, group in enumerate(groups):
+                if not group.rollouts:
+                    raise ValueError(f"group {number} ({group.prompt.id}) has no rollouts, and a file of rollouts cannot hold it")
+                for rollout in group.rollouts:
+                    # ensure_ascii: a prompt may hold a lone surrogate, which has no UTF-8.
+                    file.write(json.dumps(_to_json(step, number, rollout, tokenizer), ensure_ascii=True, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_archive(path: str | Path) -> list[RolloutGroup]:
+    """The groups of a file, in their order. DataError with the line number for a line that is no rollout."""
+    groups: dict[int, list[Rollout]] = {}
+    for line, value in read_json_lines(path):
+        try:
+            number, rollout = _from_json(value)
+            if groups.setdefault(number, [rollout])[0].prompt != rollout.prompt:
+                raise ValueError(f"group {number} has rollouts of two prompts")
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{path}:{line}: this line is not a rollout: {why}.") from error
+        if groups[number][-1] is not rollout:
+            groups[number].append(rollout)
+    return [RolloutGroup(rollouts[0].prompt, tuple(rollouts)) for rollouts in groups.values()]
+
+
+def _to_json(step: int, group: int, rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "step": step,
+        "group": group,
+        "index": rollout.index,
+        "prompt_id": rollout.prompt.id,
+        "task": rollout.prompt.task,
+        "prompt": rollout.prompt.text,
+        "gold": rollout.prompt.gold,
+        "answer": rollout.answer,
+        "reward": _number(rollout.reward),
+        "reward_parts": [{"name": part.name, "value": _number(part.value)} for part in rollout.reward_parts],
+        "labels": list(rollout.labels),
+        "stop_reason": rollout.stop_reason,
+        "num_tool_calls": rollout.num_tool_calls,
+        "versions": list(rollout.versions),
+        "text": tokenizer.decode(rollout.token_ids),
+        "token_ids": list(rollout.token_ids),
+        "sampled": [int(flag) for flag in rollout.sampled],
+        "logp": [_number(value) for value in rollout.logp],  # Python writes the shortest digits that read back to the same double
+    }
+
+
+def _from_json(value: dict[str, Any]) -> tuple[int, Rollout]:
+    rollout = Rollout(
+        prompt=Prompt(value["prompt_id"], value["task"], value["prompt"], value["gold"]),
+        index=value["index"],
+        token_ids=tuple(value["token_ids"]),
+        sampled=tuple(bool(flag) for flag in value["sampled"]),
+        logp=tuple(_float(number) for number in value["logp"]),
+        versions=tuple(value["versions"]),
+        num_tool_calls=value["num_tool_calls"],
+        stop_reason=value["stop_reason"],
+        answer=value["answer"],
+        reward=_float(value["reward"]),
+        reward_parts=tuple(RewardPart(part["name"], _float(part["value"])) for part in value["reward_parts"]),
+        labels=tuple(value["labels"]),
+    )
+    rollout.check()
+    return value["group"], rollout
+
+
+def _number(value: float) -> float | str:
+    value = float(value)
+    return value if value - value == 0.0 else str(value)
+
+
+def _float(value: Any) -> float:
+    return NOT_FINITE[value] if value in NOT_FINITE else float(value)

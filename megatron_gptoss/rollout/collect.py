@@ -1,0 +1,237 @@
+"""Rollouts: every conversation of a step, from its prompt to its reward, all at once.
+
+In: prompts, a pool that samples turns, a task. Out: one `RolloutGroup` per prompt, in the order of the prompts. Token ids only grow: what
+the engine sampled is kept as it is and never tokenized again, so what is trained is what was sampled. It does not choose prompts, filter
+groups or restart engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_gptoss.data.harmony import generation_prefix, parse_turn, render, turn_stop_tokens
+from megatron_gptoss.data.tokenizer import Tokenizer
+from megatron_gptoss.errors import ConfigError, EngineFailed, GptossError, RunFailed
+from megatron_gptoss.tasks.base import Conversation, Task, Verdict
+from megatron_gptoss.types import PolicyVersion, Prompt, Rollout, RolloutGroup, TurnRequest, TurnResult
+
+TASK_THREADS = 16  # replies of a task that run at once; tools and checkers wait for processes of their own, so more threads than cores
+
+_calls = itertools.count()  # makes request ids unique when the same step is collected twice, for training and for evaluation
+
+
+class Pool(Protocol):
+    """Anything that samples a turn. A failure it cannot mend it raises."""
+
+    async def generate(self, request: TurnRequest) -> TurnResult: ...
+
+
+@dataclass(frozen=True)
+class CollectLimits:
+    max_turns: int  # assistant turns; a call in the last one is not answered
+    max_turn_tokens: int  # sampled tokens of one turn, its stop token included
+    max_sequence_tokens: int  # tokens of the whole conversation
+    temperature: float
+    seeded: bool  # a seed of its own for every turn, instead of the engine's stream
+
+    def __post_init__(self) -> None:
+        if min(self.max_turns, self.max_turn_tokens, self.max_sequence_tokens) < 1:
+            raise ValueError(f"every limit must be at least 1: {self}")
+
+
+async def collect(
+    prompts: Sequence[Prompt],
+    group_size: int,
+    pool: Pool,
+    task: Task,
+    tokenizer: Tokenizer,
+    limits: CollectLimits,
+    *,
+    run_seed: int,
+    step: int,
+    version: PolicyVersion | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[RolloutGroup]:
+    """`group_size` rollouts of every prompt, with `progress(done, total)` after each. `version`: the policy that must have sampled every
+    turn, None to accept any. Prompt ids must be unique.
+
+    The first failure cancels the other conversations and is raised: what the pool raises; EngineFailed for a turn sampled by another
+    policy; ConfigError for a prompt that leaves no room to answer; RunFailed, naming prompt and task, for what a task raises.
+    """
+    if len({prompt.id for prompt in prompts}) != len(prompts):
+        raise ValueError("two prompts of one step have the same id, and would be given the same seeds")
+    call = next(_calls)
+    threads = ThreadPoolExecutor(TASK_THREADS, thread_name_prefix=f"task-{task.name}")
+    common = _Common(pool, task, tokenizer, limits, version, run_seed, step, call, threads)
+    total, done = len(prompts) * group_size, itertools.count(1)
+
+    async def one(prompt: Prompt, index: int) -> Rollout:
+        rollout = await _Walk(common, prompt, index).run()
+        if progress is not None:
+            progress(next(done), total)
+        return rollout
+
+    running = [asyncio.create_task(one(prompt, index)) for prompt in prompts for index in range(group_size)]
+    try:
+        await _all_or_first_failure(running)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+    rollouts = iter(each.result() for each in running)
+    return [RolloutGroup(prompt, tuple(itertools.islice(rollouts, group_size))) for prompt in prompts]
+
+
+def turn_seed(run_seed: int, step: int, prompt_id: str, index: int, turn: int) -> int:
+    """A seed of 63 bits that depends on nothing else, so that order and number of engines do not matter."""
+    digest = hashlib.sha256(f"{run_seed}/{step}/{prompt_id}/{index}/{turn}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+async def _all_or_first_failure(running: Sequence[asyncio.Task[Rollout]]) -> None:
+    """Waits for all. At the first failure, or when cancelled itself, cancels the rest, waits until they are gone, and raises."""
+    if not running:
+        return
+    try:
+        await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        failed = [each for each in running if each.done() and not each.cancelled() and each.exception() is not None]
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    for each in failed:
+        each.result()
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What all conversations of one call share."""
+
+    pool: Pool
+    task: Task
+    tokenizer: Tokenizer
+    limits: CollectLimits
+    version: PolicyVersion | None
+    run_seed: int
+    step: int
+    call: int
+    threads: ThreadPoolExecutor
+
+
+@dataclass
+class _Walk:
+    """One conversation on its way, and the tokens so far."""
+
+    common: _Common
+    prompt: Prompt
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[PolicyVersion] = field(default_factory=list)
+    num_tool_calls: int = 0
+
+    async def run(self) -> Rollout:
+        limits, tokenizer = self.common.limits, self.common.tokenizer
+        with self._task_errors("begin"):
+            conversation = self.common.task.begin(self.prompt)
+            opening = conversation.opening()
+            self._append([*render(opening, tokenizer), *generation_prefix(tokenizer)])
+        if len(self.token_ids) >= limits.max_sequence_tokens:
+            raise ConfigError(
+                f"prompt {self.prompt.id} has {len(self.token_ids)} tokens, and rollout.max_sequence_tokens = {limits.max_sequence_tokens} "
+                f"leaves no room for an answer. Set it to at least {len(self.token_ids) + limits.max_turn_tokens}, or take the prompt out."
+            )
+        stops = turn_stop_tokens(opening, tokenizer)
+        for turn in range(limits.max_turns):
+            room = limits.max_sequence_tokens - len(self.token_ids)
+            result = await self._sample(turn, min(limits.max_turn_tokens, room), stops)
+            if result.stop_reason == "abort":
+                return self._cut(conversation, "aborted")
+            if result.stop_reason == "length":
+                return self._cut(conversation, "length" if room >= limits.max_turn_tokens else "context")
+            parsed = parse_turn(result.token_ids, tokenizer)
+            last = turn == limits.max_turns - 1
+            if last and parsed.kind == "call":
+                break  # nobody would read the tool's answer
+            with self._task_errors("reply"):
+                # In a thread, because tools and checkers block; the other conversations go on.
+                reply = await asyncio.get_running_loop().run_in_executor(self.common.threads, conversation.reply, parsed)
+                if isinstance(reply, Verdict):
+                    return self._finish(reply, reply.stop_reason)
+                answer = [*render(reply, tokenizer), *generation_prefix(tokenizer)]
+            self.num_tool_calls += parsed.kind == "call"
+            if last:
+                break
+            if len(self.token_ids) + len(answer) >= limits.max_sequence_tokens:
+                return self._cut(conversation, "context")
+            self._append(answer)
+        return self._cut(conversation, "max_turns")
+
+    async def _sample(self, turn: int, max_new_tokens: int, stops: tuple[int, ...]) -> TurnResult:
+        common = self.common
+        conversation_id = f"{common.call}/step{common.step}/{self.prompt.id}/{self.index}"
+        request = TurnRequest(
+            request_id=f"{conversation_id}/{turn}",
+            conversation_id=conversation_id,
+            token_ids=tuple(self.token_ids),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stops,
+            temperature=common.limits.temperature,
+            seed=turn_seed(common.run_seed, common.step, self.prompt.id, self.index, turn) if common.limits.seeded else None,
+        )
+        result = await common.pool.generate(request)
+        result.check()
+        if len(result.token_ids) > max_new_tokens:
+            raise EngineFailed(f"{request.request_id}: asked for at most {max_new_tokens} tokens, got {len(result.token_ids)}")
+        if common.version is not None and result.version != common.version:
+            raise EngineFailed(f"{request.request_id}: sampled by policy version {result.version}, not {common.version}")
+        self.versions.append(result.version)
+        self.token_ids += result.token_ids
+        self.sampled += [True] * len(result.token_ids)
+        self.logp += result.logp
+        return result
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        """Tokens that were not sampled."""
+        self.token_ids += token_ids
+        self.sampled += [False] * len(token_ids)
+        self.logp += [0.0] * len(token_ids)
+
+    def _cut(self, conversation: Conversation, reason: str) -> Rollout:
+        with self._task_errors("cut"):
+            verdict = conversation.cut(reason)
+        return self._finish(verdict, reason)
+
+    def _finish(self, verdict: Verdict, stop_reason: str) -> Rollout:
+        rollout = Rollout(
+            prompt=self.prompt,
+            index=self.index,
+            token_ids=tuple(self.token_ids),
+            sampled=tuple(self.sampled),
+            logp=tuple(self.logp),
+            versions=tuple(self.versions),
+            num_tool_calls=self.num_tool_calls,
+            stop_reason=stop_reason,
+            answer=verdict.answer,
+            reward=verdict.reward,
+            reward_parts=verdict.parts,
+            labels=verdict.labels,
+        )
+        rollout.check()
+        return rollout
+
+    @contextmanager
+    def _task_errors(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except GptossError:
+            raise  # it says already what is wrong
+        except Exception as error:
+            who = f"task {self.common.task.name}, prompt {self.prompt.id}, rollout {self.index}"
+            raise RunFailed(f"{who}: {where} failed: {type(error).__name__}: {error}") from error
