@@ -86,7 +86,7 @@ class SinkAttention(MegatronModule):
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
         q_THD, k_TKD, v_TKD = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out_THD, _ = attend_reference(q_THD, k_TKD, v_TKD, sinks, cu_seqlens=cu_seqlens, window=self.window, scale=self.scale)
-        return out_THD.view(b, s, -1).transpose(0, 1).contiguous()
+        return out_THD.reshape(b, s, -1).transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
         """The same key and global shape as Megatron's own and TransformerEngine's attention: [layers, heads]."""

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.checkpoint.progress import MARKER, Progress
 from megatron_gptoss.config.hf_config import write_hf_config
@@ -74,12 +76,13 @@ def _accept_step_of_torch_adam() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
-def _prepare_empty_state(optimizer: ChainedOptimizer) -> None:
-    """Give torch's AdamW zero moments and a step, so that a checkpoint has something to load into."""
+def _complete_state(optimizer: ChainedOptimizer) -> None:
+    """Zero moments and step 0 for parameters that torch's AdamW has not updated yet: a checkpoint saves and fills all of them alike."""
     for part in optimizer.chained_optimizers:
-        part.init_state_fn(part.optimizer)
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+        if any("step" not in part.optimizer.state.get(p, {}) for group in part.optimizer.param_groups for p in group["params"]):
+            part.init_state_fn(part.optimizer)
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
 
 
 def _separate_steps(optimizer: ChainedOptimizer) -> None:
@@ -130,6 +133,7 @@ def save_training_state(
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free, about {needed / 2**20:.1f} MiB needed")
         dist.barrier()
+        _complete_state(optimizer)
         state = _sharded_state(model, optimizer, schedule, loading=False)
         state["progress"] = asdict(progress)
         dist_checkpointing.save(state, str(temporary))
@@ -141,15 +145,18 @@ def save_training_state(
                 shutil.rmtree(path)
             temporary.replace(path)
         dist.barrier()
-    except BaseException as error:  # Megatron's CheckpointException is a BaseException
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(_cannot_save(path, error)) from error
+    finally:
         if lead:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        kept = sorted(p.name for p in path.parent.glob("step-*") if (p / MARKER).exists())
-        last = f"the last complete checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier checkpoint"
-        why = " ".join(str(error).split())[-300:]
-        raise CheckpointError(f"cannot save {path}: {why}. Free some space or set run.dir elsewhere; {last}.") from None
+            shutil.rmtree(temporary, ignore_errors=True)  # already renamed when all went well
+
+
+def _cannot_save(path: Path, error: BaseException) -> str:
+    why = " ".join(str(error).split())[-300:]
+    kept = sorted(p.name for p in path.parent.glob("step-*") if (p / MARKER).exists())
+    last = f"the last complete checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier checkpoint"
+    return f"cannot save {path}: {why}. Free some space or set run.dir elsewhere; {last}."
 
 
 def load_training_state(
@@ -167,13 +174,11 @@ def load_training_state(
         raise CheckpointError(f"{path} is no complete checkpoint: it has no file {MARKER}.")
     if optimizer is not None:
         _accept_step_of_torch_adam()
-        _prepare_empty_state(optimizer)
+        _complete_state(optimizer)
     try:
         state = _sharded_state(model, optimizer, schedule, loading=True)
         state = dist_checkpointing.load(state, str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # Megatron's CheckpointException is a BaseException
+    except (OSError, KeyError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
     model.module.load_state_dict(state["model"])
     if optimizer is not None and schedule is not None:

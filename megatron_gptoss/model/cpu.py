@@ -58,6 +58,7 @@ def _answer_for_the_host() -> None:
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) and "cuda" not in answer else answer
 
     tensor.type = type_with_cuda_name
+    tensor.cuda = lambda self, *_args, **_kwargs: self  # the distributed optimizer, before it gathers moments for a checkpoint
 
 
 def _patch_megatron() -> None:
