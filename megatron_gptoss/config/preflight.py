@@ -16,6 +16,7 @@ from megatron_gptoss.config.hf_config import difference, read_hf_config
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import Cluster, RunPlan
 from megatron_gptoss.config.schema import ClusterConfig, Config
+from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import CheckpointError, ConfigError, DataError, MachineError
 from megatron_gptoss.obs.run_dir import RunDir, already_there, find_weights, is_run_dir
 
@@ -29,13 +30,17 @@ def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
     """All of the checks below, cheapest first. `command`: "sft", "train" or "eval"."""
     check_run_target(loaded, plan, command)
     check_inputs(loaded.config)
+    load_tokenizer(loaded.config)
     if plan.shortfall:
         raise MachineError(f"{plan.shortfall}. Use fewer ranks or engines, or set cluster.address to a Ray cluster that has them.")
     free_port(loaded.config.cluster)
 
 
-def check_run_target(loaded: Loaded, plan: RunPlan, command: str) -> None:
-    """The run directory is new (or is the run to resume), and the weights to start from exist and have this architecture."""
+def check_run_target(loaded: Loaded, plan: RunPlan, command: str = "") -> None:
+    """The run directory is new (or is the run to resume), and the weights to start from exist and have this architecture.
+
+    `command`: refuse to resume a run of another one; empty: do not ask.
+    """
     run = loaded.config.run
     if run.resume:
         if not plan.run_dir.is_dir():
@@ -45,7 +50,8 @@ def check_run_target(loaded: Loaded, plan: RunPlan, command: str) -> None:
                 f"{loaded.show('run.resume')} is not a run directory: it has no config.toml with checkpoints/ beside it."
                 f"{_runs_in(Path(run.dir))}"
             )
-        _check_same_command(loaded, plan.run_dir, command)
+        if command:
+            _check_same_command(loaded, plan.run_dir, command)
         check_architecture(loaded, "run.resume")
         return
     if plan.run_dir.exists():

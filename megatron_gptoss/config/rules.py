@@ -136,7 +136,8 @@ def _length_rules(loaded: Loaded) -> Iterator[str]:
 
 def _other_rules(loaded: Loaded) -> Iterator[str]:
     config, show = loaded.config, loaded.show
-    if config.run.resume and config.run.init:
+    # Only as flags together: a run's own config.toml keeps the init it began with, and may be resumed.
+    if all(loaded.origins[key].startswith("flag") for key in ("run.resume", "run.init")) and config.run.resume and config.run.init:
         yield (
             f"{show('run.resume')} and {show('run.init')} exclude each other. A resumed run goes on from its own checkpoint; "
             "leave out one of them."

@@ -40,12 +40,18 @@ PHASES = ("rollout", "score", "update", "sync")  # time/<phase>_s
 class Bar:
     """What a phase reports while it runs. Safe to call from several threads and from asyncio."""
 
-    def __init__(self, advance: Callable[[int, str], None]):
-        self._advance = advance
+    def __init__(self, show: Callable[[int, str], None]):
+        self.done, self.rate = 0, ""
+        self._show = show
+
+    def update(self, done: int, rate: str = "") -> None:
+        """`done` in all so far. `rate`: "310 tokens/s", shown beside the bar; empty keeps the last."""
+        self.done, self.rate = done, rate or self.rate
+        self._show(self.done, self.rate)
 
     def advance(self, n: int = 1, rate: str = "") -> None:
-        """`n` more are done. `rate`: "310 tokens/s", shown beside the bar; empty keeps the last."""
-        self._advance(n, rate)
+        """`n` more are done."""
+        self.update(self.done + n, rate)
 
 
 class Console:
@@ -72,29 +78,23 @@ class Console:
     def progress(self, name: str, total: int, unit: str = "") -> Iterator[Bar]:
         """A bar from 0 to `total` while the block runs: `with console.progress("rollouts", 64, "conversations") as bar: ...`."""
         start = self._clock()
-        done, last_rate = 0, ""
         columns = (
             TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn(unit),
             TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        bar = Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal)
-        task = bar.add_task(name, total=total, rate="")
-
-        def advance(n: int, rate: str) -> None:
-            nonlocal done, last_rate
-            done, last_rate = done + n, rate or last_rate
-            bar.update(task, advance=n, rate=last_rate)
-
+        shown = Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal)
+        task = shown.add_task(name, total=total, rate="")
+        bar = Bar(lambda done, rate: shown.update(task, completed=done, rate=rate))
         ended = "stopped"
-        with bar:
+        with shown:
             try:
-                yield Bar(advance)
+                yield bar
                 ended = "done"
             finally:
                 seconds = self._clock() - start
                 if ended == "stopped" or (seconds >= LONG_PHASE_S and not self._rich.is_terminal):
-                    numbers = f"{done}/{total}{f' {unit}' if unit else ''}"
-                    self.say(f"{name}: {ended}, {numbers} in {seconds:.1f} s{f' ({last_rate})' if last_rate else ''}")
+                    numbers = f"{bar.done}/{total}{f' {unit}' if unit else ''}"
+                    self.say(f"{name}: {ended}, {numbers} in {seconds:.1f} s{f' ({bar.rate})' if bar.rate else ''}")
 
     def step(self, step: int, total: int, values: Mapping[str, float | int | bool | str]) -> None:
         self.say(step_line(step, total, values))

@@ -1,0 +1,162 @@
+"""The verbs: `gptoss plan`, `check`, `sft`, `train`, `eval`.
+
+In: what the user typed. Out: a run, a table, or one message and an exit code. Everything a person can get wrong is found before torch, ray,
+vllm or megatron are imported. What a verb does lives in loop/; what is wrong, in config/.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_gptoss import __version__
+from megatron_gptoss.config.load import Flag, Loaded, explain, load, parse_flags
+from megatron_gptoss.config.plan import make_plan
+from megatron_gptoss.errors import ConfigError, GptossError
+from megatron_gptoss.obs.console import Console
+from megatron_gptoss.obs.plan_table import plan_rows
+
+app = typer.Typer(
+    name="gptoss",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,  # a bug of ours keeps its plain traceback
+    help="Reinforcement learning of GPT-OSS with Megatron-Core and vLLM, from a laptop CPU to many H200 nodes.",
+    epilog="Begin with `gptoss plan configs/tiny.toml configs/demo.toml`: it says what would run, and needs no GPU.",
+)
+
+# Unknown options pass through to parse_flags, which knows every key of the configuration.
+FLAGS_PASS = {"ignore_unknown_options": True}
+EPILOG = (
+    "TOML files are read from left to right, then flags; the last one wins. Every key of every section is a flag, written "
+    "--rl.clip_high=0.28 or --rl.clip_high 0.28, anywhere on the line. `gptoss plan CONFIG... --explain rl` lists the keys of a section, "
+    "what they may be, and who set them; `--explain rl.clip_high` does it for one key."
+)
+
+Args = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CONFIG.toml | --SECTION.KEY=VALUE", help="Configuration files and dotted flags.", show_default=False),
+]
+RESUME_HELP = "Go on with a run directory from its last checkpoint. Without files: with its own config."
+INIT_HELP = "Start from the weights of a run directory, a checkpoint or a Hugging Face folder."
+Resume = Annotated[str, typer.Option("--resume", metavar="RUN", help=RESUME_HELP, show_default=False)]
+Init = Annotated[str, typer.Option("--init", metavar="PATH", help=INIT_HELP, show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"megatron-gptoss {__version__}")
+        raise typer.Exit
+
+
+@app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
+def plan(
+    args: Args = None,
+    resume: Resume = "",
+    init: Init = "",
+    key: Annotated[str, typer.Option("--explain", metavar="KEY", help="Only say what KEY (or a section) is and who set it.")] = "",
+) -> None:
+    """Say what would run: layout, memory, tokens per step. Starts nothing and needs no GPU."""
+    loaded = _load(args, resume, init)
+    if key:
+        print("\n".join(explain(loaded, key)))
+        return
+    from megatron_gptoss.config.preflight import check_inputs, check_run_target, detect_cluster
+
+    made = make_plan(loaded, detect_cluster())
+    console = Console()
+    console.table("plan", plan_rows(loaded, made))
+    if made.shortfall:
+        console.say(f"This machine is too small to run it: {made.shortfall}.")
+    check_run_target(loaded, made)
+    check_inputs(loaded.config)
+
+
+@app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
+def check(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+    """Check this node: Python and packages, libraries, disk, a free port, the run directory, the prompts. PASS or FAIL each."""
+    from megatron_gptoss.config.machine import machine_checks
+    from megatron_gptoss.config.preflight import detect_cluster
+
+    loaded = _load(args, resume, init)
+    checks = machine_checks(loaded, make_plan(loaded, detect_cluster()))
+    Console().table("check", [("PASS" if c.ok else "FAIL", f"{c.name}: {c.found}") for c in checks])
+    if not all(c.ok for c in checks):
+        raise typer.Exit(2)
+
+
+@app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
+def sft(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+    """Warm start: teach the policy the task's format by imitating generated transcripts."""
+    _run("sft", args, resume, init)
+
+
+@app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
+def train(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+    """Train with reinforcement learning: roll out, score, update, sync, once a step."""
+    _run("train", args, resume, init)
+
+
+@app.command("eval", context_settings=FLAGS_PASS, epilog=EPILOG)
+def evaluate(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+    """Measure success on held-out prompts of the weights that --init names."""
+    _run("eval", args, resume, init)
+
+
+def main() -> None:
+    """Entry point. Expected failures become one message and an exit code; anything else keeps its traceback."""
+    try:
+        app()
+    except GptossError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader went away (`gptoss plan ... | head`). Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+# ---- what the verbs share -----------------------------------------------------------------------------------------------------------
+
+ENTRY = {"sft": ("loop.sft", "run_sft"), "train": ("loop.train", "run_training"), "eval": ("loop.evaluate", "run_evaluation")}
+
+
+def _run(command: str, args: list[str] | None, resume: str, init: str) -> None:
+    from megatron_gptoss.config.preflight import check_run, detect_cluster
+
+    if not (args or resume):
+        raise ConfigError(f"gptoss {command} needs a configuration. Example: gptoss {command} configs/tiny.toml configs/demo.toml")
+    loaded = _load(args, resume, init)
+    made = make_plan(loaded, detect_cluster())
+    check_run(loaded, made, command)
+    module, function = ENTRY[command]
+    try:
+        getattr(import_module(f"megatron_gptoss.{module}"), function)(loaded, made)
+    except KeyboardInterrupt:
+        # Here and not in main(): typer would turn it into exit code 130 without a word.
+        print(f"interrupted. What was finished is in {made.run_dir}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _load(args: list[str] | None, resume: str, init: str) -> Loaded:
+    paths, flags = parse_flags(args or [])
+    flags += [Flag("run.resume", resume, "--resume")] if resume else []
+    flags += [Flag("run.init", init, "--init")] if init else []
+    own = next((Path(flag.text) / "config.toml" for flag in reversed(flags) if flag.key == "run.resume" and flag.text), None)
+    if own is not None and not paths and own.is_file():
+        paths = [str(own)]
+    return load(paths, flags)
+
+
+if __name__ == "__main__":
+    main()

