@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich import box
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -77,7 +77,6 @@ class Console:
     @contextmanager
     def progress(self, name: str, total: int, unit: str = "") -> Iterator[Bar]:
         """A bar from 0 to `total` while the block runs: `with console.progress("rollouts", 64, "conversations") as bar: ...`."""
-        start = self._clock()
         columns = (
             TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn(unit),
             TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -85,21 +84,40 @@ class Console:
         shown = Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal)
         task = shown.add_task(name, total=total, rate="")
         bar = Bar(lambda done, rate: shown.update(task, completed=done, rate=rate))
-        ended = "stopped"
-        with shown:
-            try:
-                yield bar
-                ended = "done"
-            finally:
-                seconds = self._clock() - start
-                if ended == "stopped" or (seconds >= LONG_PHASE_S and not self._rich.is_terminal):
-                    numbers = f"{bar.done}/{total}{f' {unit}' if unit else ''}"
-                    self.say(f"{name}: {ended}, {numbers} in {seconds:.1f} s{f' ({bar.rate})' if bar.rate else ''}")
+        with self._phase(name, lambda: f", {bar.done}/{total} {unit}".rstrip(), lambda: f" ({bar.rate})" if bar.rate else ""), shown:
+            yield bar
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """As `progress`, for a phase that has no count."""
+        shown = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self._rich, transient=True,
+                         disable=not self._rich.is_terminal)  # fmt: skip
+        shown.add_task(name, total=None)
+        with self._phase(name, lambda: "", lambda: ""), shown:
+            yield
+
+    @contextmanager
+    def _phase(self, name: str, count: Callable[[], str], rate: Callable[[], str]) -> Iterator[None]:
+        """Leaves the line of a phase that ended early, or that was long and had no bar."""
+        start, ended = self._clock(), "stopped"
+        try:
+            yield
+            ended = "done"
+        finally:
+            seconds = self._clock() - start
+            if ended == "stopped" or (seconds >= LONG_PHASE_S and not self._rich.is_terminal):
+                self.say(f"{name}: {ended}{count()} in {seconds:.1f} s{rate()}")
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Something long without a count, such as starting processes: a turning sign on a terminal, nothing in a pipe."""
+        with self._rich.status(Text(name)) if self._rich.is_terminal else nullcontext():
+            yield
 
     def step(self, step: int, total: int, values: Mapping[str, float | int | bool | str]) -> None:
         self.say(step_line(step, total, values))
 
-    def print_rollout(self, rollout: Rollout, text: str) -> None:
+    def rollout(self, rollout: Rollout, text: str) -> None:
         """One conversation in full. `text`: its token ids decoded with special tokens."""
         parts: list[Text] = []
         for who, content in split_conversation(text):
