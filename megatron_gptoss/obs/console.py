@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
@@ -107,12 +107,6 @@ class Console:
             seconds = self._clock() - start
             if ended == "stopped" or (seconds >= LONG_PHASE_S and not self._rich.is_terminal):
                 self.say(f"{name}: {ended}{count()} in {seconds:.1f} s{rate()}")
-
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Something long without a count, such as starting processes: a turning sign on a terminal, nothing in a pipe."""
-        with self._rich.status(Text(name)) if self._rich.is_terminal else nullcontext():
-            yield
 
     def step(self, step: int, total: int, values: Mapping[str, float | int | bool | str]) -> None:
         self.say(step_line(step, total, values))
