@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from megatron_gptoss.data.harmony import generation_prefix, render
 from megatron_gptoss.errors import ParityError
 from megatron_gptoss.loop.session import Session
-from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.rl.parity import PositionGap, format_gaps, gap_by_position, within
 from megatron_gptoss.types import Sample, TurnRequest, TurnResult
 

@@ -213,7 +213,7 @@ class Session:
         weights = self.world.export_weights()
         self.run(self.pool.publish(version, weights.buckets, weights.digest))
 
-    def collect(self, prompts: Sequence[Prompt], *, group_size: int, step: int, words: str) -> list[RolloutGroup]:
+    def collect(self, prompts: Sequence[Prompt], *, group_size: int, step: int, version: int, words: str) -> list[RolloutGroup]:
         c = self.config.rollout
         limits = CollectLimits(
             max_turns=c.max_turns,
@@ -222,7 +222,7 @@ class Session:
             temperature=c.temperature,
             seeded=c.deterministic,
         )
-        with self.console.progress(words, total=len(prompts) * group_size) as bar:
+        with self.console.progress(words, total=len(prompts) * group_size, unit="conversations") as bar:
             return self.run(
                 collect(
                     prompts,
@@ -233,7 +233,8 @@ class Session:
                     limits,
                     run_seed=self.config.run.seed,
                     step=step,
-                    progress=bar.update,
+                    version=version,
+                    progress=lambda _done, _total: bar.advance(),
                 )
             )
 
@@ -248,6 +249,10 @@ class Session:
                 for owner, logp in zip(batch.sample_N.tolist(), score.logp_N.tolist(), strict=True):
                     found[batch.names[owner]].append(logp)
         return [found[s.name] for s in samples]
+
+    def engine_metrics(self) -> dict[str, float]:
+        counts = self.pool.counts
+        return {"rollout/engine_restarts": float(counts.restarts), "rollout/redispatched_turns": float(counts.redispatched_turns)}
 
     def save(self) -> None:
         path = self.dir.checkpoint(self.progress.step)

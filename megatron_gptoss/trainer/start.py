@@ -16,6 +16,7 @@ import ray
 
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
+from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import MicroBatch, StepStats
 
@@ -117,7 +118,7 @@ class TrainingWorld:
         """`minibatches[m][rank]` are microbatches. Returns scores[rank][m][microbatch]."""
         return self._all("score", "score", [([m[rank] for m in minibatches], temperature) for rank in range(len(self.actors))])
 
-    def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: object, old: list | None = None) -> StepStats:
+    def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
         arguments = [([m[rank] for m in minibatches], how, None if old is None else old[rank]) for rank in range(len(self.actors))]
         return self._all("update", "update", arguments)[0]

@@ -13,8 +13,6 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_gptoss.checkpoint.weight_map import load_hf
-from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, RlConfig, TrainerConfig
+from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.logprob.reference import selected_logprob
 from megatron_gptoss.model.build import build_model
@@ -34,28 +32,11 @@ from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.correction import correct
 from megatron_gptoss.rl.diagnostics import Totals
 from megatron_gptoss.rl.losses import nll_loss, ppo_loss
+from megatron_gptoss.trainer.how import TokenScores, Update
 from megatron_gptoss.trainer.optimizer import guarded_step, make_optimizer, make_schedule
 from megatron_gptoss.types import MicroBatch, StepStats
 
 Minibatch = Sequence[MicroBatch]  # this rank's microbatches of one optimizer update
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """What a forward pass knows about the predicted tokens of one microbatch."""
-
-    logp_N: Tensor  # float32, nats
-    entropy_N: Tensor  # float32, nats
-
-
-@dataclass(frozen=True)
-class Update:
-    """Everything `update` needs beside the microbatches."""
-
-    policy: RlConfig | None  # None: negative log-likelihood (warm start)
-    temperature: float = 1.0
-    dump_dir: Path | None = None  # where a microbatch that is not finite is written
-    label: str = ""  # "step-12", for dumps
 
 
 class Trainer:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import ray
 
     from megatron_gptoss.checkpoint.progress import Progress
-    from megatron_gptoss.trainer.step import Minibatch, TokenScores, Update
+    from megatron_gptoss.trainer.how import TokenScores, Update
+    from megatron_gptoss.trainer.step import Minibatch
     from megatron_gptoss.types import StepStats
 
 

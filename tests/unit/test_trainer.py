@@ -20,7 +20,7 @@ def packed(batch, *, budget=8192, minibatches=1):
 
 
 def how(policy=PPO, **kw):
-    from megatron_gptoss.trainer.step import Update
+    from megatron_gptoss.trainer.how import Update
 
     return Update(policy=policy, **kw)
 

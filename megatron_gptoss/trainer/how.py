@@ -1,0 +1,33 @@
+"""What the driver says to a training world and hears from it, beside microbatches. No megatron, so that the driver can import it.
+
+In: nothing. Out: records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_gptoss.config.schema import RlConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a forward pass knows about the predicted tokens of one microbatch."""
+
+    logp_N: Tensor  # float32, nats
+    entropy_N: Tensor  # float32, nats
+
+
+@dataclass(frozen=True)
+class Update:
+    """Everything an update needs beside the microbatches."""
+
+    policy: RlConfig | None  # None: negative log-likelihood (warm start)
+    temperature: float = 1.0
+    dump_dir: Path | None = None  # where a microbatch that is not finite is written
+    label: str = ""  # "step-12", for dumps
