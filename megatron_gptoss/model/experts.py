@@ -30,7 +30,7 @@ class ExpertDownProjection(RowParallelLinear):
         self.explicit_expert_comm = True
         # Bug 2. An expert's bias is whole on its rank and belongs to it alone.
         if self.bias is not None:
-            self.bias.sequence_parallel = False
+            self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 class Experts(SequentialMLP):

@@ -49,7 +49,7 @@ class LayerStack(MegatronModule):
         super().__init__(config=config)
         self.pg_collection, self.tp_group = groups, groups.tp
         self.layers = torch.nn.ModuleList(
-            build_module(
+            build_module(  # pyright: ignore[reportArgumentType]
                 layer_spec,
                 config=config,
                 layer_number=index + 1,  # Megatron counts from 1
@@ -90,8 +90,11 @@ class LayerStack(MegatronModule):
             tensors = layer.sharded_state_dict(own, [offset], metadata)  # pyright: ignore[reportCallIssue]
             replace_prefix_for_sharding(tensors, own, f"{prefix}layers.")
             state.update(tensors)
-        norm = sharded_state_dict_default(self.final_layernorm, f"{prefix}final_layernorm.", (), metadata, tp_group=self.tp_group)
-        state.update(norm)
+        own = f"{prefix}final_layernorm."
+        whole = ()  # this tensor is not stacked over layers
+        state.update(
+            sharded_state_dict_default(self.final_layernorm, own, whole, metadata, tp_group=self.tp_group)  # pyright: ignore[reportArgumentType]
+        )
         return state
 
 
@@ -160,7 +163,8 @@ class GptOssModel(LanguageModule):
         rotary = self._rotary(position_ids, packed_seq_params)
         hidden = self.decoder(hidden, rotary, packed_seq_params)
         if head is not None:
-            return head(hidden if packed_seq_params is None else hidden.squeeze(1), self.output_layer.weight)
+            weight_VC: Any = self.output_layer.weight
+            return head(hidden if packed_seq_params is None else hidden.squeeze(1), weight_VC)
         logits, _ = self.output_layer(hidden)
         return logits.transpose(0, 1).contiguous()
 

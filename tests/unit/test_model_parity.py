@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers.tiny_model import TINY, hugging_face_model, our_model, packed_batch, strong_tensors
 
 from megatron_gptoss.checkpoint.weight_map import export_hf
+from tests.helpers.tiny_model import TINY, hugging_face_model, our_model, packed_batch, strong_tensors
 
 LENGTHS = [19, 23, 10]  # all longer than the window of 8
 
