@@ -32,7 +32,7 @@ class Judged:
 
 def judge(path: Path, timeout_s: float = 5.0) -> list[Judged]:
     """Every labelled solution of the file, judged. The reference is the final answer of `ground_truth`, found like any other."""
-    work = []
+    work: list[tuple[int, str, str, str, bool]] = []
     for line, value in read_json_lines(path):
         gold = final_answer(value.get("ground_truth", ""))
         if gold is None:
@@ -45,7 +45,7 @@ def judge(path: Path, timeout_s: float = 5.0) -> list[Judged]:
             outcomes = list(threads.map(lambda w: checker.check(w[2], w[3]), work))
     finally:
         checker.close()
-    return [Judged(*w, outcome) for w, outcome in zip(work, outcomes, strict=True)]
+    return [Judged(*labelled, outcome) for labelled, outcome in zip(work, outcomes, strict=True)]
 
 
 def main() -> int:

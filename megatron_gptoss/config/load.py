@@ -98,12 +98,14 @@ def parse_flags(arguments: Iterable[str]) -> tuple[list[str], list[Flag]]:
         word = words.pop(0)
         if not word.startswith("-"):
             if "=" in word and word.split("=")[0].strip() in FIELDS:
-                raise ConfigError(f"{word!r} is neither a file nor a flag. A flag starts with two dashes: --{word}")
+                raise ConfigError(f"{word} is neither a file nor a flag. A flag starts with two dashes: --{word}")
             paths.append(word)
             continue
         name, has_value, text = word.partition("=")
         key = name.removeprefix("--")
-        if key not in FIELDS or not name.startswith("--"):
+        if name.lstrip("-") in FIELDS and key not in FIELDS:
+            raise ConfigError(f"{word} is not a flag. A flag starts with two dashes: --{word.lstrip('-')}")
+        if key not in FIELDS:
             raise ConfigError(_unknown_key(name.lstrip("-"), f"flag {name}"))
         if not has_value:
             if not words or words[0].startswith("--"):

@@ -117,7 +117,7 @@ def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:
     total = trainer * config.parallel.data + engine * config.rollout.num_engines
     if config.cluster.address == "local" and total > cluster.num_cpus:
         share = cluster.num_cpus / total
-        trainer, engine = int(trainer * share * 100) / 100, int(engine * share * 100) / 100  # rounded down, so that the sum still fits
+        trainer, engine = (int(wanted * share * 100) / 100 for wanted in (trainer, engine))  # rounded down, so that the sum still fits
     return Resources(trainer, gpus), Resources(engine, gpus)
 
 

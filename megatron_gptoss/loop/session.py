@@ -100,7 +100,8 @@ class Session:
 
     def start_ray(self, *, num_actors: int) -> None:
         """Join the cluster, or start one for this run that ends with it. Nothing of Ray reaches the terminal."""
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; without it Ray prints a warning
+        _send_ray_messages_to(self.dir.logs / "ray.log")
         local = self.config.cluster.address == "local"
         ray.init(
             address=None if local else self.config.cluster.address,
@@ -257,6 +258,17 @@ class Session:
     def save(self) -> None:
         path = self.dir.checkpoint(self.progress.step)
         self.world.save(path.absolute(), self.progress)
+
+
+def _send_ray_messages_to(log: Path) -> None:
+    """Ray prints what it notices about dead workers straight to stdout, also with log_to_driver=False. Pool and trainer say it better."""
+    from ray._private import worker
+
+    def write(data: dict[str, Any], *_args: Any, **_kwargs: Any) -> None:
+        with log.open("a") as file:
+            file.writelines(line.rstrip("\n") + "\n" for line in data["lines"])
+
+    worker.print_to_stdstream = write
 
 
 def _object_store_bytes() -> int:

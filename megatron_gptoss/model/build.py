@@ -65,7 +65,9 @@ def build_model(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype 
         )
     config = megatron_config(model, shape, dtype=dtype, fault=fault)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return GptOssModel(config, layer_spec(), WrappedTorchNorm, model.vocab_size, groups)
+    built = GptOssModel(config, layer_spec(), WrappedTorchNorm, model.vocab_size, groups)
+    # Megatron allocates router weights on the host everywhere and moves them in the first forward pass, too late for DDP's buffers.
+    return built.cuda() if torch.cuda.is_available() else built
 
 
 def megatron_config(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype, fault: str = "none") -> GptOssMegatronConfig:

@@ -370,7 +370,7 @@ class EngineHandle:
                 raise cause from None
             raise EngineDied(f"{self.name}.{method} failed: {cause!r}") from None
         except RayError as error:
-            raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {error}") from None
+            raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {str(error).splitlines()[0]}") from None
 
     def _note(self, process: EngineProcess) -> None:
         self.pid = process.pid

@@ -6,6 +6,7 @@ stdin, which comes also when the driver is killed.
 """
 
 import faulthandler
+import functools
 import json
 import os
 import resource
@@ -26,14 +27,19 @@ def serve() -> None:
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
         return
+
+    @functools.lru_cache(maxsize=4096)  # reading takes nine tenths of the time, and the rollouts of a group share reference and answers
+    def read(text: str):
+        # math-verify's own timeouts are off: they are whole seconds of SIGALRM, and the driver has a deadline already.
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=0)
+
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         # A watchdog in C: it also fires while one huge power holds the interpreter, when no signal handler and no Python thread runs.
         faulthandler.dump_traceback_later(request["timeout_s"] + GRACE_S, exit=True, file=nowhere)
         try:
-            # math-verify's own timeouts are off: they are whole seconds of SIGALRM, and the driver has a deadline already.
-            gold, answer = (parse(f"\\boxed{{{request[key]}}}", parsing_timeout=0) for key in ("gold", "answer"))
+            gold, answer = read(request["gold"]), read(request["answer"])
             equal = bool(gold) and bool(answer) and bool(verify(gold, answer, timeout_seconds=0))
         except (Exception, MemoryError, RecursionError):
             equal = False  # what cannot be read is not equal

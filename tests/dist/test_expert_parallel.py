@@ -1,4 +1,4 @@
-"""Dividing the experts over two ranks changes nothing: losses, gradients, exported weights. One spawn for all checks (imports take long)."""
+"""Dividing the experts over two ranks changes nothing: losses, gradients, exported weights. One spawn: imports take long."""
 
 import pytest
 import torch
