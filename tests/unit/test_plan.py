@@ -1,0 +1,286 @@
+"""Laws of the plan: sizes multiply out, every rule is refused with values that work, and a run starts only from what is really there."""
+
+import re
+import socket
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gptoss.checkpoint.progress import MARKER
+from megatron_gptoss.config.hf_config import write_hf_config
+from megatron_gptoss.config.load import load, parse_flags
+from megatron_gptoss.config.machine import machine_checks
+from megatron_gptoss.config.memory import count_parameters, engine_memory, trainer_memory
+from megatron_gptoss.config.plan import Cluster, make_plan
+from megatron_gptoss.config.preflight import check_inputs, check_run_target, free_port
+from megatron_gptoss.config.rules import divisors, nearest
+from megatron_gptoss.config.schema import ClusterConfig, Config, ModelConfig
+from megatron_gptoss.errors import CheckpointError, ConfigError, DataError, GptossError, MachineError
+from megatron_gptoss.obs.run_dir import RunDir, write_atomic
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LAPTOP = Cluster(num_cpus=2, num_gpus=0)
+NOON = datetime(2026, 1, 2, 12, 0, 0)
+
+
+def plan(*arguments: str, cluster: Cluster = LAPTOP):
+    return make_plan(load(*parse_flags(arguments)), cluster, NOON)
+
+
+def tiny(*arguments: str):
+    return load(*parse_flags([str(CONFIGS / "tiny.toml"), *arguments]))
+
+
+# ---- what follows -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_worked_by_hand():
+    made = plan(str(CONFIGS / "tiny.toml"), str(CONFIGS / "demo.toml"))
+    assert made.run_dir == Path("runs/demo-20260102-120000")
+    assert (made.groups_per_step, made.sequences_per_step, made.sequences_per_minibatch) == (8, 64, 64)
+    assert (made.updates_per_step, made.total_updates, made.on_policy) == (1, 40, True)
+    assert (made.world_size, made.experts_per_rank, made.engine_max_model_len, made.engine_max_running) == (1, 4, 200, 64)
+    assert made.max_tokens_per_step == 64 * 200
+    assert made.shortfall == ""
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.integers(1, 6), st.integers(2, 8), st.integers(1, 6), st.integers(1, 3))
+def test_sizes_multiply_out(groups, group_size, minibatches, epochs):
+    sequences = groups * group_size * minibatches
+    batch = (f"--rl.sequences_per_step={sequences}", f"--rollout.group_size={group_size}", f"--rl.minibatches={minibatches}")
+    made = plan(*batch, f"--rl.epochs={epochs}")
+    assert made.groups_per_step * group_size == sequences == made.sequences_per_minibatch * minibatches
+    assert made.updates_per_step == minibatches * epochs
+    assert made.on_policy == (minibatches == 1 and epochs == 1)
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
+def test_actors_never_ask_for_more_cpus_than_there_are(cpus, ranks, engines, threads):
+    made = plan(
+        f"--parallel.data={ranks}", f"--rollout.num_engines={engines}", f"--trainer.threads_per_rank={threads}", cluster=Cluster(cpus, 0)
+    )
+    hundredths = [round(100 * actor.num_cpus) for actor in (made.trainer_resources, made.engine_resources)]
+    assert ranks * hundredths[0] + engines * hundredths[1] <= 100 * cpus
+    assert made.trainer_resources.num_cpus > 0 and made.engine_resources.num_cpus > 0
+
+
+def test_a_plan_for_gpus_can_be_made_without_them_and_says_what_is_missing():
+    assert plan(str(CONFIGS / "20b.toml")).shortfall.endswith("need 8 GPUs, this machine has 0")
+    made = plan(str(CONFIGS / "20b.toml"), cluster=Cluster(128, 8))
+    assert made.shortfall == "" and made.trainer_resources.num_gpus == made.engine_resources.num_gpus == 1
+
+
+def test_deterministic_engines_decode_one_conversation_at_a_time():
+    assert plan("--rollout.deterministic=true").engine_max_running == 1
+
+
+@pytest.mark.parametrize("files", ["tiny demo", "tiny gsm8k", "tiny demo deterministic", "20b", "120b", "20b gsm8k"])
+def test_shipped_files_plan(files):
+    plan(*(str(CONFIGS / f"{name}.toml") for name in files.split()))
+
+
+# ---- sizes against published numbers ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_the_published_ones():
+    # Model card of GPT-OSS (arXiv 2508.10925, table 1): 20.91 B and 3.61 B active; 116.83 B and 5.13 B active.
+    small, large = count_parameters(load([CONFIGS / "20b.toml"]).config.model), count_parameters(load([CONFIGS / "120b.toml"]).config.model)
+    assert (small.total, large.total) == (20_914_757_184, 116_829_156_672)
+    assert (round(small.active / 1e9, 2), round(large.active / 1e9, 2)) == (3.61, 5.13)
+
+
+def test_expert_parallel_ranks_hold_all_experts_once_together():
+    alone, shared = Config(), load([], parse_flags(["--parallel.data=4", "--parallel.expert=4"])[1]).config
+    count = count_parameters(alone.model)
+    weights = {part.name: part.num_bytes for part in trainer_memory(shared)}
+    assert 4 * weights["weights"] == 4 * (count.total + 3 * count.dense)
+    assert 4 * weights["optimizer"] == pytest.approx(8 * count.total)  # every moment exists once
+    assert engine_memory(alone)[0].num_bytes == 4 * count.total
+
+
+# ---- rules --------------------------------------------------------------------------------------------------------------------------
+
+# Flags that break one rule, and the words the message must have. Keys that are named must be in the message too.
+RULES = [
+    (["--rollout.group_size=7", "--rl.sequences_per_step=256"], "Nearest working sizes: 4, 8."),
+    (["--rollout.group_size=1"], "Use 2 or more"),
+    (["--rl.minibatches=3"], "Nearest working numbers: 2, 4."),
+    (["--parallel.expert=3", "--parallel.data=4"], "Nearest working sizes: 2, 4."),
+    (["--parallel.expert=3", "--parallel.data=6"], "Nearest working sizes: 2."),
+    (["--model.num_key_value_heads=7"], "Nearest working numbers: 4, 8."),
+    (["--model.num_experts_per_tok=33"], "Use at most 32."),
+    (["--model.head_dim=63"], "Nearest working sizes: 62, 64."),
+    (["--rollout.max_turn_tokens=200"], "Use rollout.max_turn_tokens = 100, or rollout.max_sequence_tokens = 400."),
+    (["--rollout.max_sequence_tokens=512", "--model.max_position_embeddings=256"], "Use at most 256."),
+    (["--trainer.tokens_per_microbatch=100"], "Use 200 or more."),
+    (["--model.vocab_size=512"], "Use model.vocab_size = 201088 or more, or tokenizer.name = \"tiny\"."),
+    (["--model.vocab_size=100", "--tokenizer.name=tiny"], "Use model.vocab_size = 512 or more."),
+    (["--sft.guess_fraction=0.6"], "lower one by 0.13"),
+    (["--parallel.data=64", "--rl.minibatches=2", "--sft.sequences_per_step=64"], "Use at most 32 ranks, or rl.sequences_per_step = 128."),
+    (["--parallel.data=33"], "Use at most 32 ranks, or sft.sequences_per_step = 33."),
+    (["--rollout.kv_cache_gib=0.01"], "Use rollout.kv_cache_gib = 0.02 or more"),
+    (["--cluster.first_port=65500"], "Use cluster.first_port = 65436."),
+    (["--run.resume=a", "--run.init=b"], "leave out one of them"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), RULES)
+def test_a_broken_rule_names_what_is_set_where_and_what_would_work(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        plan(*arguments)
+    found = str(caught.value)
+    assert words in found
+    key = arguments[0].removeprefix("--").split("=")[0]
+    assert f"(flag --{key})" in found and f"{key} = " in found
+
+
+@pytest.mark.parametrize(("arguments", "words"), RULES)
+def test_values_that_a_message_recommends_do_work(arguments, words):
+    key = arguments[0].removeprefix("--").split("=")[0]
+    lists = re.search(r"Nearest working \w+: ([\d, ]+)", words)
+    named = re.findall(r"([a-z]+\.[a-z_]+) = \"?([\w.]+[\w])", words)
+    bare = re.search(r"Use (?:at most )?(\d+)", words)
+    cures = [(key, v) for v in lists[1].split(", ")] if lists else named or ([(key, bare[1])] if bare else [])
+    for cured, value in cures:
+        plan(*arguments, f"--{cured}={value.strip()}")  # does not raise
+
+
+def test_the_message_of_the_design():
+    with pytest.raises(ConfigError) as caught:
+        plan("--rollout.group_size=7", "--rl.sequences_per_step=256")
+    assert str(caught.value) == (
+        "rollout.group_size = 7 (flag --rollout.group_size) does not divide rl.sequences_per_step = 256 (flag --rl.sequences_per_step). "
+        "A group must land in one step. Nearest working sizes: 4, 8."
+    )
+
+
+def test_shares_that_add_up_to_one_in_decimals_are_accepted():
+    plan("--sft.guess_fraction=0.3", "--sft.stop_fraction=0.3", "--sft.digit_fraction=0.4")
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_nearest_brackets_the_value(n, value):
+    around = [int(word) for word in nearest(divisors(n), value).split(", ") if word]
+    assert all(n % d == 0 for d in around) and all(d < value for d in around[:-1])
+    assert not any(n % d == 0 for d in range(min(around, default=value) + 1, max(around, default=value)) if d != value)
+
+
+# ---- where a run starts -------------------------------------------------------------------------------------------------------------
+
+
+def make_run(path: Path, config: Config, *steps: int, command: str = "train") -> RunDir:
+    """A run directory as training leaves it, without the weights."""
+    run = RunDir.create(path, config)
+    write_atomic(run.manifest_file, f'{{"command": "{command}"}}')
+    for step in steps:
+        run.checkpoint(step).mkdir()
+        write_hf_config(config.model, run.checkpoint(step))
+        (run.checkpoint(step) / MARKER).write_text("")
+    return run
+
+
+def target(loaded, command: str = "train"):
+    check_run_target(loaded, make_plan(loaded, LAPTOP, NOON), command)
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path):
+    flags = [f"--run.dir={tmp_path}", "--run.id=1"]
+    target(tiny(*flags))
+    make_run(tmp_path / "run-1", tiny().config)
+    with pytest.raises(ConfigError, match=r"run-1 exists already.*another run\.id \(empty: date and time\)\.$"):
+        target(tiny(*flags))
+    make_run(tmp_path / "run-2", tiny().config, 20)
+    with pytest.raises(ConfigError, match=r"--resume .*run-2\.$"):
+        target(tiny(f"--run.dir={tmp_path}", "--run.id=2"))
+
+
+def test_resume_wants_a_run_with_a_complete_checkpoint_of_this_command_and_architecture(tmp_path):
+    run = make_run(tmp_path / "run-1", tiny().config, 20)
+    target(tiny(f"--run.resume={run.path}"))
+    with pytest.raises(ConfigError, match=r"is a run of `gptoss train`.*--init"):
+        target(tiny(f"--run.resume={run.path}"), "sft")
+    with pytest.raises(CheckpointError, match=r"model\.hidden_size = 256 \(flag --model\.hidden_size\), the checkpoint has 128"):
+        target(tiny(f"--run.resume={run.path}", "--model.hidden_size=256"))
+    with pytest.raises(ConfigError, match=rf"does not exist\. Newest runs in .*: {run.path}"):
+        target(tiny(f"--run.resume={tmp_path}/run-9", f"--run.dir={tmp_path}"))
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        target(tiny(f"--run.resume={tmp_path}"))
+    (run.checkpoint(20) / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"only torn ones \(step-000020\)"):
+        target(tiny(f"--run.resume={run.path}"))
+
+
+def test_init_takes_a_run_a_checkpoint_or_a_hugging_face_folder_and_nothing_else(tmp_path):
+    run = make_run(tmp_path / "run-1", tiny().config, 20)
+    torn = run.checkpoint(40)
+    torn.mkdir()
+    write_hf_config(tiny().config.model, torn)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    for path, error, words in [
+        (tmp_path / "none", ConfigError, "does not exist"),
+        (hf, ConfigError, "neither a run directory"),
+        (torn, CheckpointError, r"is torn.*newest complete one is .*step-000020"),
+    ]:
+        with pytest.raises(error, match=words) as caught:
+            target(tiny(f"--run.dir={tmp_path}", f"--run.init={path}"))
+        assert f'run.init = "{path}" (flag --run.init)' in str(caught.value)
+    write_hf_config(tiny().config.model, hf)
+    (hf / "model.safetensors").write_text("")
+    for path in (run.path, run.checkpoint(20), hf):
+        target(tiny(f"--run.dir={tmp_path}", f"--run.init={path}"))
+        with pytest.raises(CheckpointError, match=r"model\.sliding_window = 16 .*the checkpoint has 32"):
+            target(tiny(f"--run.dir={tmp_path}", f"--run.init={path}", "--model.sliding_window=16"))
+
+
+def test_a_folder_for_runs_that_cannot_be_one_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        target(tiny(f"--run.dir={tmp_path}/file/runs"))
+
+
+def test_prompt_files_must_be_there_and_hold_something(tmp_path):
+    missing, empty = tmp_path / "none.jsonl", tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for path, words in ((missing, "is not a file"), (empty, "is empty")):
+        with pytest.raises(DataError, match=words):
+            check_inputs(tiny("--task.name=gsm8k", f"--task.path={path}").config)
+    with pytest.raises(ConfigError, match=r"task\.path"):
+        check_inputs(tiny("--task.name=gsm8k").config)
+    with pytest.raises(ConfigError, match="arithmetic"):
+        check_inputs(tiny("--task.name=arithmetik").config)
+    check_inputs(tiny().config)
+
+
+# ---- ports and the machine ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_free_port_is_found_behind_taken_ones_and_a_full_range_is_named():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=rf"{port} to {port} are taken.*cluster\.first_port.*cluster\.num_ports"):
+            free_port(ClusterConfig(first_port=port, num_ports=1))
+        if port < 65000:
+            assert port < free_port(ClusterConfig(first_port=port, num_ports=200)) < port + 200
+    assert free_port(ClusterConfig(first_port=port, num_ports=1)) == port
+
+
+def test_machine_checks_report_and_never_raise(tmp_path):
+    loaded = tiny(f"--run.dir={tmp_path}", "--task.name=gsm8k", "--cluster.device=cuda")
+    checks = {c.name: c for c in machine_checks(loaded, make_plan(loaded, LAPTOP, NOON))}
+    assert checks["Python"].ok and checks["pydantic"].ok and checks["free port"].ok
+    assert not checks["task and prompts"].ok and "task.path" in checks["task and prompts"].found
+    assert not checks["CPUs and GPUs"].ok and "GPUs" in checks["CPUs and GPUs"].found
+
+
+def test_every_error_a_user_can_cause_ends_with_exit_code_2():
+    assert {e.exit_code for e in (ConfigError, DataError, CheckpointError, MachineError)} == {2} and GptossError.exit_code == 1
+    assert ModelConfig().num_hidden_layers == 24
