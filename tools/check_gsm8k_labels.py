@@ -42,7 +42,7 @@ def judge(path: Path, timeout_s: float = 5.0) -> list[Judged]:
     checker = MathChecker(timeout_s, NUM_WORKERS)
     try:
         with ThreadPoolExecutor(NUM_WORKERS) as threads:
-            outcomes = list(threads.map(lambda w: checker.check(w[2], w[3]), work))
+            outcomes: list[Outcome] = list(threads.map(lambda w: checker.check(w[2], w[3]), work))
     finally:
         checker.close()
     return [Judged(*labelled, outcome) for labelled, outcome in zip(work, outcomes, strict=True)]

@@ -21,7 +21,9 @@ def serve() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # whatever a library prints must not look like an answer
     os.dup2(nowhere, 2)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = MEMORY_LIMIT if allowed == resource.RLIM_INFINITY else min(MEMORY_LIMIT, allowed)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, allowed))
     try:
         from math_verify import parse, verify
     except Exception as error:

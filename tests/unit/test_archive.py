@@ -1,0 +1,137 @@
+"""Laws of the archive: what is read is what was written, and what is wrong says where."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gptoss.config.schema import Config, TokenizerConfig
+from megatron_gptoss.data.tokenizer import load_tokenizer
+from megatron_gptoss.errors import DataError
+from megatron_gptoss.rollout.archive import read_archive, write_archive
+from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
+
+TINY = load_tokenizer(Config(tokenizer=TokenizerConfig(name="tiny")))
+ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(["\ud800", "\u2028", "\n", '"'])
+NUMBERS = st.floats(allow_nan=False)
+
+
+@st.composite
+def rollouts(draw, prompt: Prompt):
+    tokens = draw(st.lists(st.tuples(st.integers(0, 600), st.booleans(), NUMBERS), min_size=1, max_size=12))
+    sampled = (False, *(flag for _, flag, _ in tokens[1:]))
+    return Rollout(
+        prompt=prompt,
+        index=draw(st.integers(0, 20)),
+        token_ids=tuple(token for token, _, _ in tokens),
+        sampled=sampled,
+        logp=tuple(number if flag else 0.0 for (_, _, number), flag in zip(tokens, sampled, strict=True)),
+        versions=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+        num_tool_calls=draw(st.integers(0, 5)),
+        stop_reason=draw(st.sampled_from(["final", "length"])),
+        answer=draw(st.none() | ANY_TEXT),
+        reward=draw(NUMBERS),
+        reward_parts=tuple(draw(st.lists(st.builds(RewardPart, ANY_TEXT, NUMBERS), max_size=2))),
+        labels=tuple(draw(st.lists(ANY_TEXT, max_size=2))),
+    )
+
+
+@st.composite
+def groups(draw):
+    prompt = draw(st.builds(Prompt, ANY_TEXT, ANY_TEXT, ANY_TEXT, ANY_TEXT))
+    return RolloutGroup(prompt, tuple(draw(st.lists(rollouts(prompt), min_size=1, max_size=3))))
+
+
+@settings(max_examples=80)
+@given(st.lists(groups(), max_size=4))
+def test_reading_gives_back_what_was_written(tmp_path_factory, written):
+    path = tmp_path_factory.mktemp("archive") / "step-1.jsonl"
+    write_archive(path, 1, written, TINY)
+    assert read_archive(path) == written
+    # == says that 0.0 equals -0.0; the sign must survive too.
+    signs = [[math.copysign(1.0, x) for g in gs for r in g.rollouts for x in r.logp] for gs in (written, read_archive(path))]
+    assert signs[0] == signs[1]
+
+
+PROMPT = Prompt("arithmetic/train/1", "arithmetic", "(37+58)*4", "380")
+ROLLOUT = Rollout(
+    prompt=PROMPT,
+    index=0,
+    token_ids=(1, 8, 6),
+    sampled=(False, True, True),
+    logp=(0.0, -0.1, -1e-300),
+    versions=(4,),
+    num_tool_calls=0,
+    stop_reason="final",
+    answer="380",
+    reward=1.0,
+    reward_parts=(RewardPart("right", 1.0),),
+    labels=("no-call", "right"),
+)
+
+
+def test_two_groups_of_one_prompt_stay_two(tmp_path):
+    two = [RolloutGroup(PROMPT, (ROLLOUT, replace(ROLLOUT, index=1))), RolloutGroup(PROMPT, (ROLLOUT,))]
+    write_archive(tmp_path / "a.jsonl", 0, two, TINY)
+    assert read_archive(tmp_path / "a.jsonl") == two
+
+
+def test_a_person_can_read_it(tmp_path):
+    write_archive(tmp_path / "rollouts" / "step-7.jsonl", 7, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)  # makes the folder
+    (line,) = (tmp_path / "rollouts" / "step-7.jsonl").read_text().splitlines()
+    read = json.loads(line)
+    assert read["text"] == TINY.decode((1, 8, 6))
+    wanted = {"step": 7, "prompt": "(37+58)*4", "gold": "380", "answer": "380", "reward": 1.0, "stop_reason": "final"}
+    wanted |= {"sampled": [0, 1, 1], "versions": [4], "reward_parts": [{"name": "right", "value": 1.0}], "labels": ["no-call", "right"]}
+    assert {key: read[key] for key in wanted} == wanted
+
+
+def test_numbers_that_are_not_finite_are_kept_in_strict_json(tmp_path):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    odd = replace(ROLLOUT, logp=(0.0, float("nan"), float("-inf")), reward=float("inf"))
+    write_archive(tmp_path / "a.jsonl", 0, [RolloutGroup(PROMPT, (odd,))], TINY)
+    json.loads((tmp_path / "a.jsonl").read_text(), parse_constant=refuse)
+    read = read_archive(tmp_path / "a.jsonl")[0].rollouts[0]
+    assert math.isnan(read.logp[1])
+    assert (read.logp[2], read.reward) == (-math.inf, math.inf)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "step-1.jsonl"
+    write_archive(path, 1, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"group 1 .* has no rollouts"):
+        write_archive(path, 1, [RolloutGroup(PROMPT, (ROLLOUT,)), RolloutGroup(PROMPT, ())], TINY)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda line: line[: len(line) // 2], r"a.jsonl:2: this line is not JSON"),
+        (lambda line: "{}", r"a.jsonl:2: this line is not a rollout: the field '\w+' is missing"),
+        (lambda line: line.replace('"sampled": [0, 1, 1]', '"sampled": [0, 1]'), r"a.jsonl:2: .*3 tokens, 2 flags"),
+        (lambda line: line.replace('"logp": [0.0', '"logp": ["zero"'), r"a.jsonl:2: .*could not convert string to float"),
+        (lambda line: line.replace('"logp": [0.0', '"logp": [[0.0]'), r"a.jsonl:2: this line is not a rollout"),
+        (lambda line: line.replace("(37+58)*4", "(37+58)*5"), r"a.jsonl:2: .*group 0 has rollouts of two prompts"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, damage, message):
+    path = tmp_path / "a.jsonl"
+    write_archive(path, 0, [RolloutGroup(PROMPT, (ROLLOUT, replace(ROLLOUT, index=1)))], TINY)
+    first, second = path.read_text().splitlines()
+    assert damage(second) != second
+    path.write_text(first + "\n" + damage(second) + "\n")
+    with pytest.raises(DataError, match=message):
+        read_archive(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"nothing.jsonl cannot be read"):
+        read_archive(tmp_path / "nothing.jsonl")
