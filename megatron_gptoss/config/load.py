@@ -24,7 +24,7 @@ from megatron_gptoss.errors import ConfigError
 
 DEFAULT = "default"
 
-SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items() if info.annotation}
+SECTIONS: dict[str, type[Section]] = {name: type(section) for name, section in Config()}
 FIELDS: dict[str, FieldInfo] = {f"{s}.{k}": info for s, model in SECTIONS.items() for k, info in model.model_fields.items()}
 
 
