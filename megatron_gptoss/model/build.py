@@ -66,6 +66,8 @@ def build_model(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype 
     config = megatron_config(model, shape, dtype=dtype, fault=fault)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     built = GptOssModel(config, layer_spec(), WrappedTorchNorm, model.vocab_size, groups)
+    for parameter in built.parameters():  # torch's norm is float32 whatever the config says; a checkpoint has one dtype
+        parameter.data = parameter.data.to(dtype)
     # Megatron allocates router weights on the host everywhere and moves them in the first forward pass, too late for DDP's buffers.
     return built.cuda() if torch.cuda.is_available() else built
 

@@ -40,11 +40,9 @@ def _answer_for_the_host() -> None:
     host = torch.device("cpu")
     cuda.current_device = lambda: host  # Megatron passes the answer on as a device= argument, nothing else
     cuda.synchronize = lambda *_args: None
-    cuda.empty_cache = lambda: None
     cuda.Stream, cuda.Event = _NoStream, _NoEvent
     cuda.current_stream = lambda *_args: _NoStream()
     cuda.stream = lambda _stream: contextlib.nullcontext()
-    cuda.is_current_stream_capturing = lambda: False
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *_args: torch.get_rng_state()
 
@@ -63,14 +61,14 @@ def _answer_for_the_host() -> None:
 
 def _patch_megatron() -> None:
     from megatron.core import utils
-    from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     # Written with device="cuda" spelled out. Each of these modules gets its own `torch`, so that nobody else's is touched.
     # (A TorchFunctionMode cannot do this: modes are off inside backward, where recomputation runs.)
-    for module in (utils, clip_grads, grad_scaler, optimizer, schedules):
+    for module in (utils, clip_grads, optimizer, schedules):
         module.torch = _TorchOnHost()  # type: ignore[attr-defined]
 
     patched: Any = random  # recomputation saves and restores the device's random state
@@ -107,16 +105,11 @@ class _TorchOnHost:
 
 class _NoEvent:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def record(self, *_args: Any) -> None: ...
-    def wait(self, *_args: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 
 class _NoStream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def wait_stream(self, _stream: Any) -> None: ...
-    def wait_event(self, _event: Any) -> None: ...
-    def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
         return event or _NoEvent()

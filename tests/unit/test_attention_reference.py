@@ -12,9 +12,9 @@ H, K, D = 4, 2, 16
 SINK_H = torch.tensor([-6.0, -1.5, 2.0, 6.0], dtype=torch.float64)
 
 
-def inputs(T, seed=0, dtype=torch.float64):
+def inputs(T, seed=0, dtype=torch.float64, dim=D):
     generator = torch.Generator().manual_seed(seed)
-    return [2 * torch.randn(T, heads, D, generator=generator, dtype=torch.float64).to(dtype) for heads in (H, K, K)]
+    return [2 * torch.randn(T, heads, dim, generator=generator, dtype=torch.float64).to(dtype) for heads in (H, K, K)]
 
 
 def dense(q_THD, k_TKD, v_TKD, sink_H, cu_seqlens, window):
@@ -62,11 +62,11 @@ def test_scores_far_from_zero_do_not_overflow():
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 2])
 def test_gradients_in_all_inputs_through_both_outputs(window):
-    q, k, v = (x.requires_grad_() for x in inputs(11))
+    q, k, v = (x.requires_grad_() for x in inputs(8, dim=4))
     sinks = SINK_H.clone().requires_grad_()
-    cu_seqlens = torch.tensor([0, 2, 7, 11])  # three lengths, two buckets
+    cu_seqlens = torch.tensor([0, 1, 5, 8])  # three lengths, two buckets
 
     def run(*x):
         return attend_reference(*x, cu_seqlens=cu_seqlens, window=window)

@@ -101,3 +101,20 @@ def test_recomputing_activations_changes_no_gradient(one_rank, reference):
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name in gradients[0]:
         assert torch.equal(gradients[0][name], gradients[1][name]), name
+
+
+def test_bfloat16_is_bfloat16_everywhere_and_errs_like_bfloat16(one_rank, reference):
+    from megatron_gptoss.checkpoint.weight_map import load_hf
+    from megatron_gptoss.model.build import build_model
+
+    # Scaled down, so that no expert is chosen by a hair: another expert is not a rounding error.
+    tensors, batch, _, _ = reference
+    calm = {name: tensor if "router" in name else 0.3 * tensor for name, tensor in tensors.items()}
+    model = build_model(TINY, one_rank, dtype=torch.bfloat16)
+    load_hf(model, TINY, calm.items())
+    assert {tensor.dtype for _, tensor in export_hf(model, TINY)} == {torch.bfloat16}
+    with torch.no_grad():
+        rough, exact = run_packed(model, batch).float(), run_packed(our_model(TINY, one_rank, calm), batch)
+    relative = (rough - exact).norm() / exact.norm()
+    # 2^-9 is bfloat16's rounding; each of two layers adds about ten rounded steps
+    assert 2**-9 < relative < 20 * 2**-9
