@@ -22,6 +22,7 @@ import ray
 import safetensors.torch
 from ray.exceptions import RayError, RayTaskError
 
+from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     Bucket = Sequence[tuple[str, Tensor]]  # Hugging Face names and shapes
 
-NO_WEIGHTS: PolicyVersion = -1  # the same as vllm_worker.NO_WEIGHTS, which cannot be imported here without vLLM
 MAX_TURNS_IN_FLIGHT = 8192  # calls an actor accepts at once; those above max_running wait inside vLLM
 
 
@@ -173,14 +173,15 @@ class Engine:
                 raise WeightsRefused(f"update to version {version}: {error}") from None
             if len(reports) != 1:
                 raise WeightsRefused(f"update to version {version}: vLLM's workers disagree: {sorted(reports)}")
-            held = HeldWeights(*reports.pop())
-            if held.version != version:
-                raise WeightsRefused(f"update to version {version}: the worker says that it holds version {held.version}")
+            *account, problem = reports.pop()
+            held = HeldWeights(*account)
+            if problem or held.version != version:
+                raise WeightsRefused(f"update to version {version}: {problem or f'the worker holds version {held.version}'}")
             self.held = held
             return held
 
     async def _leave_update(self) -> None:
-        """vLLM refuses the next start while an update is open, and only finishing closes one; what that says is not news."""
+        """vLLM refuses the next start while an update is open, and only finishing closes one; it complains when none is open."""
         with contextlib.suppress(Exception):
             await self.llm.finish_weight_update()
 
@@ -257,7 +258,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             "max_num_batched_tokens": max(settings.max_model_len, 8192),
         }
     else:
-        arguments |= {"gpu_memory_utilization": settings.gpu_memory_fraction, "tensor_parallel_size": settings.num_gpus}
+        arguments |= {
+            "gpu_memory_utilization": settings.gpu_memory_fraction,
+            "tensor_parallel_size": settings.num_gpus,
+            "moe_backend": "triton",  # keeps the experts' layout; the FlashInfer backends permute it at load, and an update would not
+        }
         if settings.deterministic:
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": settings.max_model_len, "async_scheduling": False}
     return arguments

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_gptoss.errors import EngineFailed
-from megatron_gptoss.rollout.engine import NO_WEIGHTS, EngineDied, HeldWeights, WeightsRefused
+from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
+from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
 LOG_LINES_SHOWN = 20

@@ -23,10 +23,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
-from megatron_gptoss.sync.verify import MASK, tensor_digest
-
-NO_WEIGHTS = -1  # version of an engine that was never given a whole policy, or whose last update failed half-way
-
+from megatron_gptoss.sync.verify import MASK, NO_WEIGHTS, tensor_digest
 
 # --- repairs of the CPU path -------------------------------------------------------------------------------------------------------
 
@@ -137,6 +134,7 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
         self.pending_version: int | None = None
         self.num_tensors = 0
         self.digest = 0
+        self.problem = ""  # why the last update was not whole
         self.times_written: Counter[str] = Counter()
 
     def init_transfer_engine(self, init_info: InlineInit) -> None:
@@ -172,8 +170,10 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
     def finish_weight_update(self) -> None:
         wrong = [f"{name} ({self.times_written[name]} of {count})" for name, count in self._expected() if self.times_written[name] != count]
         if wrong or self.pending_version is None:
-            raise ValueError(f"not a whole update: {len(wrong)} parameters were written too rarely or too often, among them {wrong[:6]}")
-        self.version = self.pending_version
+            # Not raised: vLLM would keep the update open, and refuse the next one.
+            self.problem = f"not a whole update: {len(wrong)} parameters were written too rarely or too often, among them {wrong[:6]}"
+        else:
+            self.version = self.pending_version
 
     def _expected(self) -> Iterator[tuple[str, int]]:
         """Every parameter of the model, and the number of tensors it is made of."""
@@ -185,16 +185,16 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        raise NotImplementedError("inline weights are sent by EngineActor.update_weights")
+        raise NotImplementedError("inline weights are sent by rollout.engine.Engine.update_weights")
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
 
-    def held_weights(self) -> tuple[int, int, int]:
-        """(version held, tensors received in the last update, digest over them); NO_WEIGHTS when there is no whole policy."""
+    def held_weights(self) -> tuple[int, int, int, str]:
+        """(version held, tensors received in the last update, digest over them, what is wrong); NO_WEIGHTS without a whole policy."""
         transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return transfer.version, transfer.num_tensors, transfer.digest
+        return transfer.version, transfer.num_tensors, transfer.digest, transfer.problem
 
 
 def die_with_parent() -> None:

@@ -15,6 +15,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron_gptoss.types import PolicyVersion
+
+NO_WEIGHTS: PolicyVersion = -1  # version of an engine that was never given a whole policy, or whose last update failed half-way
 MASK = (1 << 64) - 1
 WORDS_PER_CHUNK = 1 << 22  # 32-bit words summed at once: bounds the int64 scratch at 32 MiB and a few
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_gptoss.errors import EngineFailed
-from megatron_gptoss.rollout.engine import NO_WEIGHTS, EngineDied, HeldWeights, WeightsRefused
+from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
 from megatron_gptoss.rollout.pool import EnginePool
+from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import TurnRequest, TurnResult
 
 DIGEST = 0xFEED
