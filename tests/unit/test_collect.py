@@ -222,21 +222,26 @@ def test_no_prompts_no_groups():
 
 
 def test_a_failing_pool_ends_the_step_and_leaves_nothing_running():
-    pool = ScriptedPool(delays=0.01)
-    pool.speak = lambda text: EngineFailed("engine 1 died") if len(pool.requests) >= 30 else solve(text)
+    class HalfDeadPool(ScriptedPool):
+        async def generate(self, request):
+            if len(self.requests) == 20:
+                raise EngineFailed("engine 1 died")
+            return await super().generate(request)
 
     async def go():
+        pool, start = HalfDeadPool(delays=60.0), time.monotonic()
         with pytest.raises(EngineFailed, match="engine 1 died"):
             await collect(Arithmetic(1).prompts("train", 0, 4), 8, pool, Arithmetic(1), TINY, LIMITS, run_seed=0, step=0)
         assert pool.alive == 0
         assert len(asyncio.all_tasks()) == 1
+        assert time.monotonic() - start < 10.0  # the other turns were cancelled, not waited for
 
     asyncio.run(go())
 
 
 def test_a_cancelled_step_leaves_nothing_running():
     async def go():
-        pool = ScriptedPool(delays=5.0)
+        pool, start = ScriptedPool(delays=60.0), time.monotonic()
         step = asyncio.create_task(collect(Arithmetic(1).prompts("train", 0, 2), 4, pool, Arithmetic(1), TINY, LIMITS, run_seed=0, step=0))
         await asyncio.sleep(0.05)
         assert pool.alive == 8
@@ -245,6 +250,7 @@ def test_a_cancelled_step_leaves_nothing_running():
             await step
         assert pool.alive == 0
         assert len(asyncio.all_tasks()) == 1
+        assert time.monotonic() - start < 10.0
 
     asyncio.run(go())
 
