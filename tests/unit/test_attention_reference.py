@@ -34,7 +34,7 @@ def dense(q_THD, k_TKD, v_TKD, sink_H, cu_seqlens, window):
 
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("with_sinks", [True, False])
-@pytest.mark.parametrize("lengths", [[13], [7, 7, 7], [1, 3, 17, 2, 9]])  # one, equal (no padding), several buckets
+@pytest.mark.parametrize("lengths", [[13], [7, 7, 7], [5, 7, 6], [1, 3, 17, 2, 9]])  # one, equal (no padding), one bucket, several
 def test_equals_the_dense_definition(lengths, with_sinks, window):
     q, k, v = inputs(sum(lengths))
     cu_seqlens = packed_batch(lengths, 2, 0)[2]
@@ -63,10 +63,11 @@ def test_scores_far_from_zero_do_not_overflow():
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_gradients_in_all_inputs_through_both_outputs(window):
-    q, k, v = (x.requires_grad_() for x in inputs(8, dim=4))
+@pytest.mark.parametrize("bounds", [[0, 8], [0, 3, 7], [0, 1, 5, 8]])  # no padding, one bucket, two buckets
+def test_gradients_in_all_inputs_through_both_outputs(bounds, window):
+    q, k, v = (x.requires_grad_() for x in inputs(bounds[-1], dim=4))
     sinks = SINK_H.clone().requires_grad_()
-    cu_seqlens = torch.tensor([0, 1, 5, 8])  # three lengths, two buckets
+    cu_seqlens = torch.tensor(bounds)
 
     def run(*x):
         return attend_reference(*x, cu_seqlens=cu_seqlens, window=window)
