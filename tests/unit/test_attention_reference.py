@@ -70,7 +70,8 @@ def test_gradients_in_all_inputs_through_both_outputs(bounds, window):
     cu_seqlens = torch.tensor(bounds)
 
     def run(*x):
-        return attend_reference(*x, cu_seqlens=cu_seqlens, window=window)
+        # one tensor: gradcheck passes over an output that has lost its graph
+        return torch.cat([y.flatten() for y in attend_reference(*x, cu_seqlens=cu_seqlens, window=window)])
 
     assert torch.autograd.gradcheck(run, (q, k, v, sinks), fast_mode=False)
 
