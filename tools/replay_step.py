@@ -25,7 +25,7 @@ COMPARED = ("train/loss", "grad/norm", "train/lr", "train/tokens", "mismatch/log
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Train one archived step again and compare it bit for bit.")
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--step", type=int, required=True, help="step to train again")
     arguments = parser.parse_args()

@@ -41,13 +41,18 @@ def _metadata() -> dict[str, Any]:
     }
 
 
+def _tracker() -> Any:
+    """Megatron's random states for regions that differ over tensor-parallel ranks."""
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
 def _random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": _tracker().get_states(),
     }
 
 
@@ -57,7 +62,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    _tracker().set_states(state["tracker"])
 
 
 def _accept_step_of_torch_adam() -> None:
@@ -96,7 +101,8 @@ def _sharded_state(
     model: DistributedDataParallel, optimizer: ChainedOptimizer | None, schedule: OptimizerParamScheduler | None, *, loading: bool
 ) -> dict[str, Any]:
     metadata = _metadata()
-    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    module: Any = model.module
+    state: dict[str, Any] = {"model": module.sharded_state_dict(metadata=metadata)}
     if optimizer is not None and schedule is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
         state["schedule"] = schedule.state_dict()
@@ -177,7 +183,7 @@ def load_training_state(
         _complete_state(optimizer)
     try:
         state = _sharded_state(model, optimizer, schedule, loading=True)
-        state = dist_checkpointing.load(state, str(path))
+        state: Any = dist_checkpointing.load(state, str(path))
     except (OSError, KeyError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
     model.module.load_state_dict(state["model"])

@@ -100,9 +100,7 @@ def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats 
     )
     with session.clock("score"):
         old = None if plan.on_policy else session.world.score(batch, c.rollout.temperature)
-    how = Update(
-        policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}"
-    )
+    how = Update(policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}")
     with session.clock("update"):
         stats = session.world.update(batch, how, old)
     if stats.skipped:

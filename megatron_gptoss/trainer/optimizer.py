@@ -80,5 +80,5 @@ def guarded_step(optimizer: ChainedOptimizer) -> StepResult:
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+            clip_grad_by_total_norm_fp32(list(parameters), max_norm=part.config.clip_grad, total_norm=norm)
     return StepResult(norm, stepped=bool(optimizer.step_with_ready_grads()))

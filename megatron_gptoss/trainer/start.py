@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
@@ -73,9 +74,9 @@ class TrainingWorld:
                 raise self._expired(phase, [calls.index(c) for c in pending])
             try:
                 ray.get(done[0])
-            except ray.exceptions.RayActorError as error:
+            except RayActorError as error:
                 raise self._died(calls.index(done[0]), phase, error) from None
-            except ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 cause = error.cause
                 if isinstance(cause, GptossError):
                     raise cause from None

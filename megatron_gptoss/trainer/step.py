@@ -197,9 +197,8 @@ class Trainer:
         totals = Totals.empty()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        todo = iter(range(len(minibatch)))
 
-        def forward_step(_: object, model: torch.nn.Module):
+        def forward_step(todo: Iterator[int], model: torch.nn.Module):
             j = next(todo)
             batch = minibatch[j]
             out = self._forward(batch, how.temperature, model)
@@ -212,7 +211,7 @@ class Trainer:
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=None,
+            data_iterator=iter(range(len(minibatch))),
             model=[self.model],
             num_microbatches=len(minibatch),
             seq_length=0,  # unused without a pipeline

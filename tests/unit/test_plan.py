@@ -118,7 +118,7 @@ RULES = [
     (["--rollout.max_turn_tokens=200"], "Use rollout.max_turn_tokens = 100, or rollout.max_sequence_tokens = 400."),
     (["--rollout.max_sequence_tokens=512", "--model.max_position_embeddings=256"], "Use at most 256."),
     (["--trainer.tokens_per_microbatch=100"], "Use 200 or more."),
-    (["--model.vocab_size=512"], "Use model.vocab_size = 201088 or more, or tokenizer.name = \"tiny\"."),
+    (["--model.vocab_size=512"], 'Use model.vocab_size = 201088 or more, or tokenizer.name = "tiny".'),
     (["--model.vocab_size=100", "--tokenizer.name=tiny"], "Use model.vocab_size = 512 or more."),
     (["--sft.guess_fraction=0.6"], "lower one by 0.13"),
     (["--parallel.data=64", "--rl.minibatches=2", "--sft.sequences_per_step=64"], "Use at most 32 ranks, or rl.sequences_per_step = 128."),

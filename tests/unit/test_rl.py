@@ -75,7 +75,8 @@ class TestPpo:
         assert not result.clipped_N.any()
 
     def test_clipping_by_hand(self):
-        # ratios 2, 0.5 with both signs. A>0: min(2, 1.28) = 1.28 clipped; min(0.5, 0.8) = 0.5 not. A<0: max(2, .) = 2 not; max(0.5, 0.8) = 0.8 clipped
+        # ratios 2 and 0.5 with both signs. A>0: min(2, 1.28) = 1.28, clipped; min(0.5, 0.8) = 0.5, not.
+        # A<0: max(2, 1.28) = 2, not; max(0.5, 0.8) = 0.8, clipped.
         up, down = math.log(2.0), math.log(0.5)
         result, logp = self.loss([up, down, up, down], [0.0] * 4, [1.0, 1.0, -1.0, -1.0])
         assert result.loss_sum.item() == pytest.approx(-1.28 - 0.5 + 2.0 + 0.8)

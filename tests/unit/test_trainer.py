@@ -101,9 +101,8 @@ def test_kl_to_the_reference_is_zero_at_first_and_grows(one_rank):
 
 
 def test_schedule_by_hand(one_rank):
-    from megatron_gptoss.trainer.step import Trainer
-
     from megatron_gptoss.config.schema import TrainerConfig
+    from megatron_gptoss.trainer.step import Trainer
 
     fields = RlConfig(lr=1.0, warmup_steps=2, decay="linear", min_lr_ratio=0.1)
     t = Trainer(MILD, TrainerConfig(), one_rank, fields, total_updates=5)
