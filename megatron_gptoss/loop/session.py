@@ -22,7 +22,6 @@ from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
-from megatron_gptoss.config.preflight import free_port
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.loop.orphans import Keeper
@@ -128,7 +127,8 @@ class Session:
             keep_reference=self.command == "train" and c.rl.kl_coef > 0.0,
             seed=c.run.seed,
             fault=c.parity.trainer_fault,
-            address=f"127.0.0.1:{free_port(c.cluster)}",
+            first_port=c.cluster.first_port,
+            num_ports=c.cluster.num_ports,
             use_gpu=plan.device == "cuda",
             log_dir=str(self.dir.logs.absolute()),
         )

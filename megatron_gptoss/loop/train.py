@@ -122,6 +122,9 @@ def publish(session: Session, stats: StepStats | None) -> None:
 
 def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None) -> None:
     values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics()
+    sampled_by = [version for g in groups for r in g.rollouts for version in r.versions]
+    before_update = session.progress.policy_version - (stats is not None and not stats.skipped)
+    values["rollout/lag_mean"] = before_update - sum(sampled_by) / len(sampled_by)  # versions between sampling and training
     seconds = session.clock.take()
     for part in ("rollout", "score", "update", "sync"):
         values[f"time/{part}_s"] = seconds.get(part, 0.0)

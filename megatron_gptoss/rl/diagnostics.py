@@ -26,8 +26,9 @@ class Totals:
     maxima: Tensor
 
     @classmethod
-    def empty(cls) -> Totals:
-        return cls(torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64))
+    def empty(cls, device: torch.device | str = "cpu") -> Totals:
+        """`device`: that of the collectives which will add the ranks' totals up."""
+        return cls(torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.zeros(len(MAXIMA), dtype=torch.float64, device=device))
 
     def sum(self, name: str) -> float:
         return float(self.sums[SUMS.index(name)])
@@ -63,7 +64,7 @@ class Totals:
         gap_N = (logp_N - engine_logp_N).detach().double()
         # k1 and k3 estimate KL(engine || trainer), sampled from the engine: r = trainer/engine, k1 = -log r, k3 = r - 1 - log r.
         parts = {
-            "tokens": torch.tensor(float(gap_N.numel())),
+            "tokens": torch.tensor(float(gap_N.numel()), device=gap_N.device),
             "loss": loss_sum,
             "clipped": clipped_N.sum(),
             "entropy": entropy_N.sum(),
@@ -75,7 +76,7 @@ class Totals:
             "weight_sq": weight_N.double().square().sum(),
             "truncated": truncated_N.sum(),
         }
-        self.sums += torch.stack([parts[name].detach().double().cpu() for name in SUMS])
+        self.sums += torch.stack([parts[name].detach().double() for name in SUMS])
         if gap_N.numel():
-            peaks = torch.stack([(ratio_N.double() - 1.0).abs().max(), gap_N.abs().max()]).cpu()
+            peaks = torch.stack([(ratio_N.double() - 1.0).abs().max(), gap_N.abs().max()])
             self.maxima = torch.maximum(self.maxima, peaks)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -66,7 +67,9 @@ class TrainingWorld:
 
     def _all(self, phase: str, method: str, per_rank: Sequence[tuple]) -> list:
         """Call `method` on every rank; the first failure or the deadline ends the phase."""
-        calls = [getattr(actor, method).remote(*arguments) for actor, arguments in zip(self.actors, per_rank, strict=True)]
+        return self._wait(phase, [getattr(a, method).remote(*arguments) for a, arguments in zip(self.actors, per_rank, strict=True)])
+
+    def _wait(self, phase: str, calls: list) -> list:
         pending, deadline = list(calls), time.monotonic() + self.timeout_s
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), num_returns=1)
@@ -87,9 +90,15 @@ class TrainingWorld:
     def _same(self, phase: str, method: str, *arguments: object) -> list:
         return self._all(phase, method, [arguments] * len(self.actors))
 
+    def _one(self, phase: str, method: str, *arguments: object) -> Any:
+        """Call `method` on rank 0 alone."""
+        return self._wait(phase, [getattr(self.actors[0], method).remote(*arguments)])[0]
+
     def _died(self, rank: int, phase: str, error: Exception) -> TrainerFailed:
         words = " ".join(str(getattr(error, "cause", error)).split())[:300]
         log = self.log(rank)
+        with log.open("a") as file:
+            file.write(f"{error}\n")  # the rank's own traceback, which otherwise nobody would see
         return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {log}:\n{log_tail(log)}")
 
     def _expired(self, phase: str, missing: list[int]) -> DeadlineExpired:
@@ -110,7 +119,8 @@ class TrainingWorld:
     def start(self) -> int:
         """Build all ranks. Returns the parameters of rank 0."""
         self.pids = self._same("start", "pid")
-        return self._same("build the model", "start")[0]
+        meeting = self._one("open a port", "open_meeting")
+        return self._same("build the model", "start", *meeting)[0]
 
     def resume(self, path: Path) -> Progress:
         return self._same("load the checkpoint", "resume", str(path))[0]

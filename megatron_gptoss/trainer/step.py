@@ -13,6 +13,8 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from megatron_gptoss.trainer.how import TokenScores, Update
 from megatron_gptoss.trainer.optimizer import guarded_step, make_optimizer, make_schedule
 from megatron_gptoss.types import MicroBatch, StepStats
 
+Record = TypeVar("Record", MicroBatch, TokenScores)
 Minibatch = Sequence[MicroBatch]  # this rank's microbatches of one optimizer update
 
 
@@ -62,6 +65,7 @@ class Trainer:
         self.model = DistributedDataParallel(self.module.config, ddp, wrapped)
         self.optimizer = make_optimizer(optimizer, self.model, dtype=self.dtype)
         self.schedule = make_schedule(optimizer, self.optimizer, total_updates=total_updates)
+        self.device = next(self.module.parameters()).device
         self.reference: list[Tensor] | None = None
         self.skipped_in_a_row = 0
 
@@ -139,8 +143,13 @@ class Trainer:
         if reference:
             with self._reference_weights():
                 return self.score(batches, temperature=temperature)
-        scores = [self._forward(b, temperature, self.model) for b in batches]
+        scores = [self._forward(self._here(b), temperature, self.model).cpu() for b in batches]
         return [TokenScores(logp_N=s[0], entropy_N=s[1]) for s in scores]
+
+    def _here(self, record: Record) -> Record:
+        """A record of tensors on this rank's device."""
+        moved = {f.name: v.to(self.device) for f in fields(record) if isinstance(v := getattr(record, f.name), Tensor)}
+        return replace(record, **moved)
 
     # -- update --------------------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +165,7 @@ class Trainer:
         ref: list[list[TokenScores]] | None = None
         if how.policy is not None and how.policy.kl_coef > 0.0:
             ref = [self.score(m, temperature=how.temperature, reference=True) for m in minibatches]
-        measured = Totals.empty()
+        measured = Totals.empty(self.device)
         norm, stepped, problem = 0.0, True, ""
         for epoch in range(epochs):
             for i, minibatch in enumerate(minibatches):
@@ -194,18 +203,18 @@ class Trainer:
         self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None
     ) -> Totals:
         """Forward and backward over the microbatches. Returns totals over all ranks; gradients are reduced and divided by all tokens."""
-        totals = Totals.empty()
+        totals = Totals.empty(self.device)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def forward_step(todo: Iterator[int], model: torch.nn.Module):
             j = next(todo)
-            batch = minibatch[j]
+            batch = self._here(minibatch[j])
             out = self._forward(batch, how.temperature, model)
 
             def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss_sum = self._loss(batch, scores, how, old[j] if old else None, ref[j] if ref else None, totals)
-                return loss_sum, torch.tensor(batch.target_N.numel(), dtype=torch.int), {}
+                loss_sum = self._loss(batch, scores, how, self._here(old[j]) if old else None, self._here(ref[j]) if ref else None, totals)
+                return loss_sum, torch.tensor(batch.target_N.numel(), dtype=torch.int, device=self.device), {}
 
             return out, loss
 

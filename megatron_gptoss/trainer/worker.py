@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ class TrainerSettings:
     keep_reference: bool
     seed: int
     fault: str
-    address: str  # host:port of the rendezvous
+    first_port: int  # where the ranks may meet
+    num_ports: int
     use_gpu: bool
     log_dir: str
 
@@ -70,13 +72,25 @@ class TrainerWorker:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(self._log.fileno(), stream.fileno())
+        # "Apex is not installed" and the like, at every import; the log is for what matters.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
         # On a deadline the driver asks for the stacks of all threads; they land in this rank's log.
         faulthandler.register(signal.SIGUSR1, file=self._log, all_threads=True)
 
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self) -> int:
+    def open_meeting(self) -> tuple[str, int]:
+        """Rank 0 only: host and port at which the others will find it."""
+        import ray
+
+        from megatron_gptoss.parallel.groups import open_meeting
+
+        s = self.settings
+        self.store = open_meeting(s.first_port, s.num_ports, world=s.shape.world, timeout_s=s.trainer.step_timeout_s)
+        return ray.util.get_node_ip_address(), self.store.port
+
+    def start(self, host: str, port: int) -> int:
         """Join the world, build the model, load the first weights. Returns the number of parameters on this rank."""
         from megatron_gptoss.model import cpu  # must come before Megatron builds anything
 
@@ -84,7 +98,7 @@ class TrainerWorker:
         import torch
 
         from megatron_gptoss.checkpoint.training_state import load_training_state
-        from megatron_gptoss.parallel.groups import init_groups
+        from megatron_gptoss.parallel.groups import init_groups, join_meeting
         from megatron_gptoss.trainer.step import Trainer
 
         s = self.settings
@@ -94,7 +108,7 @@ class TrainerWorker:
         init_groups(
             s.shape,
             rank=self.rank,
-            init_method=f"tcp://{s.address}",
+            store=self.store if self.rank == 0 else join_meeting(host, port, world=s.shape.world, timeout_s=s.trainer.step_timeout_s),
             timeout_s=s.trainer.step_timeout_s,
             seed=s.seed,
             backend="nccl" if s.use_gpu else "gloo",
@@ -142,7 +156,8 @@ class TrainerWorker:
         if self.rank != 0:
             return None
         tensors = [item for bucket in buckets for item in bucket]
-        return ExportedWeights(ray.put(buckets), len(tensors), digest(tensors))
+        on_host = [[(name, tensor.cpu()) for name, tensor in bucket] for bucket in buckets]
+        return ExportedWeights(ray.put(on_host), len(tensors), digest(tensors))
 
     def save(self, path: str, progress: Progress) -> None:
         from megatron_gptoss.checkpoint.training_state import save_training_state
