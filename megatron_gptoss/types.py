@@ -142,10 +142,11 @@ class StepStats:
     """What one training step measured, reduced over ranks and microbatches. Field comments give the metric name in metrics.jsonl."""
 
     loss: float  # train/loss
-    grad_norm: float  # grad/norm, before clipping
+    grad_norm: float  # grad/norm, before clipping, mean over the step's updates
     learning_rate: float  # train/lr
     num_tokens: int  # train/tokens, trained tokens
-    skipped: bool  # train/skipped, True when no optimizer step was taken
+    num_updates: int  # train/updates, optimizer updates made; above 0 the weights have changed
+    skipped: bool  # train/skipped, True when an update was refused; those after it were not tried
     ratio_max_abs_dev: float  # policy/ratio_max_abs_dev
     clip_fraction: float  # policy/clip_fraction
     entropy: float  # policy/entropy, nats per trained token

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -55,20 +56,16 @@ def replay(run: Path, step: int) -> int:
         raise DataError(f"{source.metrics_file} has no update at step {step}.")
     groups = read_archive(source.rollouts / f"step-{step}.jsonl")
 
-    with tempfile.TemporaryDirectory(prefix="gptoss-replay-") as scratch:
-        elsewhere = [Flag("run.dir", scratch, "replay"), Flag("run.init", "", "replay")]
-        loaded = load([source.config_file], elsewhere)
+    with tempfile.TemporaryDirectory(prefix="gptoss-replay-") as scratch, ExitStack() as ending:
+        loaded = load([source.config_file], [Flag("run.dir", scratch, "replay")])
         plan = make_plan(loaded, detect_cluster())
-        session = Session(loaded, plan, "train")
-        session.checkpoint = checkpoint
-        try:
-            session.start_ray(num_actors=plan.world_size)
-            session.make_trainer(session.config.rl, total_updates=plan.total_updates)
-            session.start()
-            kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
-            stats = update(session, step, make_samples(kept.groups, divide_by_std=session.config.rl.advantage == "group"))
-        finally:
-            session.close()
+        session = Session(loaded, plan, "train", ending)
+        session.start_ray(num_actors=plan.world_size)
+        session.make_trainer(session.config.rl, total_updates=plan.total_updates)
+        session.start()
+        session.world.resume(checkpoint.absolute())
+        kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
+        stats = update(session, step, make_samples(kept.groups, divide_by_std=session.config.rl.advantage == "group"))
     values = step_metrics(stats)
     equal = True
     for name in COMPARED:

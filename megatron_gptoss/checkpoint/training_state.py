@@ -8,6 +8,7 @@ It does not decide when to save, nor read Hugging Face weights (hf_files.py).
 from __future__ import annotations
 
 import errno
+import os
 import random
 import shutil
 from dataclasses import asdict, fields
@@ -46,7 +47,16 @@ def _tracker() -> Any:
     return tensor_parallel.get_cuda_rng_tracker()
 
 
-def _random_state() -> dict[str, Any]:
+def _use_rates_in_force(loaded: Any, optimizer: ChainedOptimizer) -> None:
+    """Write the configured rates into the loaded parameter groups: Megatron matches groups by them, and a resumed run may have others."""
+    for (_, state), part in zip(sorted(loaded.items()), optimizer.chained_optimizers, strict=True):
+        now: dict[str, Any] = part.optimizer.param_groups[0]
+        for group in state["optimizer"]["param_groups"]:
+            group.update({key: now[key] for key in ("max_lr", "min_lr", "betas", "eps") if key in now})
+
+
+def random_state() -> dict[str, Any]:
+    """Every random generator of this rank."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -56,7 +66,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -107,7 +117,7 @@ def _sharded_state(
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
         state["schedule"] = schedule.state_dict()
         rank, world = dist.get_rank(), dist.get_world_size()
-        state["random"] = ShardedObject("random", _random_state(), (world,), (rank,), replica_id=0)
+        state["random"] = ShardedObject("random", random_state(), (world,), (rank,), replica_id=0)
     return state
 
 
@@ -146,7 +156,9 @@ def save_training_state(
         dist.barrier()
         if lead:
             write_hf_config(config, temporary / "config.json")
+            _flush_to_disk(temporary)
             (temporary / MARKER).write_text(f"step {progress.step}\n")
+            _flush_to_disk(temporary)
             if path.exists():
                 shutil.rmtree(path)
             temporary.replace(path)
@@ -156,6 +168,16 @@ def save_training_state(
     finally:
         if lead:
             shutil.rmtree(temporary, ignore_errors=True)  # already renamed when all went well
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """The marker must not reach the disk before what it vouches for."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _cannot_save(path: Path, error: BaseException) -> str:
@@ -188,10 +210,11 @@ def load_training_state(
         raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
     model.module.load_state_dict(state["model"])
     if optimizer is not None and schedule is not None:
+        _use_rates_in_force(state["optimizer"], optimizer)
         optimizer.load_state_dict(state["optimizer"])
         _separate_steps(optimizer)
         schedule.load_state_dict(state["schedule"])
-        _set_random_state(state["random"])
+        set_random_state(state["random"])
     elif optimizer is not None:
         optimizer.reload_model_params()
     known = {f.name for f in fields(Progress)}

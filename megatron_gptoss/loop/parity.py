@@ -18,18 +18,20 @@ from megatron_gptoss.types import Sample, TurnRequest, TurnResult
 NEW_TOKENS = 24  # sampled after each prompt, as in training: decoding is the path that must agree
 
 
-def probe_lengths(window: int, longest: int) -> list[int]:
+def probe_lengths(window: int, longest: int, new_tokens: int) -> list[int]:
     """Prompt lengths below, at and well beyond the window, as far as a conversation may grow."""
-    wanted = [window // 2, window - NEW_TOKENS // 2, window + 1, 2 * window + 3, 4 * window + 5]
-    return sorted({max(2, min(n, longest - NEW_TOKENS)) for n in wanted})
+    wanted = [window // 2, window - new_tokens // 2, window + 1, 2 * window + 3, 4 * window + 5]
+    return sorted({max(1, min(n, longest - new_tokens)) for n in wanted})
 
 
 def check_parity(session: Session) -> list[PositionGap]:
     """Sample with the engine, score with the trainer, compare. Raises ParityError when any position is over `parity.max_abs_gap`."""
     config = session.config
     window, limit = config.model.sliding_window, config.parity.max_abs_gap
-    prompts = _probe_prompts(session, probe_lengths(window, session.plan.engine_max_model_len))
-    results = session.run(_sample(session, prompts))
+    longest = session.plan.engine_max_model_len
+    new_tokens = min(NEW_TOKENS, longest // 2)
+    prompts = _probe_prompts(session, probe_lengths(window, longest, new_tokens))
+    results = session.run(_sample(session, prompts, new_tokens))
     samples, engine = [], []
     for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         n = len(prompt)
@@ -48,7 +50,7 @@ def check_parity(session: Session) -> list[PositionGap]:
         [position for position, _ in engine],
         [lp for sample in trainer for lp in sample],
         [lp for _, lp in engine],
-        edges=[0, *(window * k // 2 for k in range(1, 2 + 2 * session.plan.engine_max_model_len // window))],
+        edges=[0, *(window * k // 2 for k in range(1, 2 + 2 * longest // window))],
     )
     if not within(rows, limit):
         raise ParityError(
@@ -71,13 +73,13 @@ def _probe_prompts(session: Session, lengths: Sequence[int]) -> list[tuple[int, 
     return prompts
 
 
-async def _sample(session: Session, prompts: Sequence[tuple[int, ...]]) -> list[TurnResult]:
+async def _sample(session: Session, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> list[TurnResult]:
     requests = [
         TurnRequest(
             request_id=f"parity-{i}",
             conversation_id=f"parity-{i}",
             token_ids=prompt,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             stop_token_ids=(),
             temperature=session.config.rollout.temperature,
             seed=i if session.config.rollout.deterministic else None,

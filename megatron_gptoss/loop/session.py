@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_gptoss.errors import MachineError
 from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.obs.console import Console
 from megatron_gptoss.obs.manifest import write_manifest
@@ -33,12 +36,12 @@ from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rollout.collect import CollectLimits, collect
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
-from megatron_gptoss.rollout.pool import EnginePool
+from megatron_gptoss.rollout.pool import EnginePool, PoolCounts
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
 from megatron_gptoss.trainer.start import RankResources, TrainingWorld
 from megatron_gptoss.trainer.worker import FirstWeights, TrainerSettings
-from megatron_gptoss.types import Prompt, RolloutGroup, Sample
+from megatron_gptoss.types import Prompt, RolloutGroup, Sample, StepStats
 
 T = TypeVar("T")
 
@@ -64,28 +67,48 @@ class Clock:
 
 
 class Session:
-    """Made by `open_session`."""
+    """Made by `open_session`. Whatever it starts it also puts on the stack that ends it, in the same line of thought."""
 
-    def __init__(self, loaded: Loaded, plan: RunPlan, command: str) -> None:
-        self.loaded, self.plan, self.command = loaded, plan, command
+    def __init__(self, loaded: Loaded, plan: RunPlan, command: str, ending: ExitStack) -> None:
+        self.loaded, self.plan, self.command, self.ending = loaded, plan, command, ending
         self.config: Config = loaded.config
         self.console = Console()
         self.clock = Clock()
-        self.runner = asyncio.Runner()
+        self.runner = ending.enter_context(asyncio.Runner())
         self.tokenizer: Tokenizer = load_tokenizer(self.config)
         self.task: Task = make_task(self.config)
-        self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
-        resumed_step = checkpoint_step(self.checkpoint) if self.checkpoint else None
-        if resumed_step is None:
-            self.dir = RunDir.create(plan.run_dir, self.config)
-        else:
-            self.dir = RunDir.resume(plan.run_dir, self.config, resumed_step)
-        write_manifest(self.dir, command, plan, self._backends(), resumed_step)
-        self.metrics = MetricsLog(self.dir, resumed_step)
+        ending.callback(self.task.close)
         self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
-        self.keeper: Keeper | None = None
+        self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
+        if self.config.run.init:
+            # The very checkpoint, once and for all: a run directory may grow a newer one, and a resume may be called from elsewhere.
+            where = str(find_weights(Path(self.config.run.init)).path.absolute())
+            self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": where})})
+        self.first_weights = self._first_weights()
+        self._metrics: MetricsLog | None = None
+        if self.checkpoint is None:
+            self.dir = RunDir.create(plan.run_dir, self.config)
+            self._open_records(None)
+        else:
+            self.dir = RunDir(plan.run_dir)  # its records are touched only when the checkpoint has been loaded
         self.trainer: TrainingWorld | None = None
         self._pool: EnginePool | None = None
+        self._counts_before = PoolCounts()
+        self.step_began = time.perf_counter()
+
+    def _open_records(self, resumed_step: int | None) -> None:
+        if resumed_step is not None:
+            RunDir.resume(self.dir.path, self.config, resumed_step)
+            for torn in self.dir.checkpoints.glob(".tmp-*"):
+                shutil.rmtree(torn)
+        write_manifest(self.dir, self.command, self.plan, self._backends(), resumed_step)
+        self._metrics = MetricsLog(self.dir, resumed_step)
+        self.ending.callback(self._metrics.close)
+
+    @property
+    def metrics(self) -> MetricsLog:
+        assert self._metrics is not None, "records are opened when the trainer has started"
+        return self._metrics
 
     def _backends(self) -> dict[str, str]:
         cpu = self.plan.device == "cpu"
@@ -102,18 +125,25 @@ class Session:
 
     def start_ray(self, *, num_actors: int) -> None:
         """Join the cluster, or start one for this run that ends with it. Nothing of Ray reaches the terminal."""
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; without it Ray prints a warning
         _send_ray_messages_to(self.dir.logs / "ray.log")
-        local = self.config.cluster.address == "local"
-        self.keeper = Keeper()
-        ray.init(
-            address=None if local else self.config.cluster.address,
-            num_cpus=max(num_actors, self.plan.cluster.num_cpus) if local else None,
-            include_dashboard=False if local else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_object_store_bytes() if local else None,
-        )
+        address = self.config.cluster.address
+        local = address == "local"
+        self.ending.callback(Keeper().close)
+        try:
+            ray.init(
+                address=address,  # never None: Ray would then join whatever cluster it finds
+                num_cpus=max(num_actors, self.plan.cluster.num_cpus) if local else None,
+                include_dashboard=False if local else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_object_store_bytes() if local else None,
+            )
+        except ConnectionError as error:
+            raise MachineError(
+                f"no Ray cluster answers at cluster.address = {address!r}: {error}. Start one with `ray start --head`, give its address, "
+                'or set cluster.address to "local", which starts one for this run.'
+            ) from None
+        self.ending.callback(ray.shutdown)
 
     def make_trainer(self, optimizer: OptimizerFields, *, total_updates: int) -> None:
         c, plan = self.config, self.plan
@@ -122,7 +152,7 @@ class Session:
             trainer=c.trainer,
             optimizer=optimizer,
             shape=ParallelShape(world=plan.world_size, expert=plan.expert_parallel),
-            first_weights=self._first_weights(),
+            first_weights=self.first_weights,
             total_updates=total_updates,
             keep_reference=self.command == "train" and c.rl.kl_coef > 0.0,
             seed=c.run.seed,
@@ -133,12 +163,16 @@ class Session:
             log_dir=str(self.dir.logs.absolute()),
         )
         self.trainer = TrainingWorld(settings, RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus))
+        self.ending.callback(self.trainer.stop)
 
     def _first_weights(self) -> FirstWeights:
+        """What the trainer starts from. A resumed run needs its first weights again only as the reference of the KL term."""
+        if self.checkpoint is not None and self.config.rl.kl_coef == 0.0:
+            return FirstWeights("checkpoint", str(self.checkpoint.absolute()))
         if not self.config.run.init:
             return FirstWeights("random")
         source = find_weights(Path(self.config.run.init))
-        return FirstWeights("hf" if source.kind == "huggingface" else "checkpoint", str(source.path.absolute()))
+        return FirstWeights("hf" if source.kind == "huggingface" else "checkpoint", str(source.path))
 
     def make_engines(self) -> None:
         c, plan = self.config, self.plan
@@ -158,6 +192,7 @@ class Session:
                 gpu_memory_fraction=c.rollout.gpu_memory_fraction,
                 deterministic=c.rollout.deterministic,
                 seed=c.run.seed + index,
+                num_cpus=plan.engine_resources.num_cpus,
                 num_gpus=int(plan.engine_resources.num_gpus),
             )
             return start_engine(settings, name)
@@ -169,6 +204,7 @@ class Session:
             turn_timeout_s=c.rollout.turn_timeout_s,
             max_restarts=c.rollout.max_restarts,
         )
+        self.ending.callback(lambda: self.run(self.pool.close()))
 
     @property
     def pool(self) -> EnginePool:
@@ -181,33 +217,32 @@ class Session:
         return self.trainer
 
     def start(self) -> None:
-        """Trainer and engines come up side by side; on resume the trainer's state is restored."""
+        """Trainer and engines come up side by side; on resume the trainer's state is restored and the run's records go on from there."""
+        thread = ThreadPoolExecutor(1)
+        starting: Future[None] = thread.submit(self._start_trainer)
+        # Before Ray goes down: the thread notices that its actors were killed, and must not call Ray after that.
+        self.ending.callback(self._end_of, starting)
 
         async def both() -> None:
-            trainer = asyncio.to_thread(self._start_trainer)
+            trainer = asyncio.wrap_future(starting)
             if self._pool is None:
                 await trainer
             else:
                 await asyncio.gather(trainer, self._pool.start())
 
         self.run(both())
+        if self.checkpoint is not None:
+            self._open_records(checkpoint_step(self.checkpoint))
 
     def _start_trainer(self) -> None:
         self.world.start()
         if self.checkpoint is not None:
             self.progress = self.world.resume(self.checkpoint.absolute())
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self.run(self._pool.close())
-        if self.trainer is not None:
-            self.trainer.stop()
-        ray.shutdown()
-        if self.keeper is not None:
-            self.keeper.close()
-        self.task.close()
-        self.metrics.close()
-        self.runner.close()
+    def _end_of(self, starting: Future[None]) -> None:
+        if not starting.done():
+            self.world.stop()
+            wait([starting], timeout=20)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the session's event loop; the engines' tasks live there between calls."""
@@ -258,8 +293,22 @@ class Session:
         return [found[s.name] for s in samples]
 
     def engine_metrics(self) -> dict[str, float]:
-        counts = self.pool.counts
-        return {"rollout/engine_restarts": float(counts.restarts), "rollout/redispatched_turns": float(counts.redispatched_turns)}
+        """What befell the engines since the last call; each cause of a restart is told once."""
+        counts, before = self.pool.counts, self._counts_before
+        for cause in counts.causes[len(before.causes) :]:
+            self.console.say(f"an engine was restarted: {cause}")
+        self._counts_before = replace(counts, causes=list(counts.causes))
+        return {
+            "rollout/engine_restarts": float(counts.restarts - before.restarts),
+            "rollout/redispatched_turns": float(counts.redispatched_turns - before.redispatched_turns),
+        }
+
+    def note_skip(self, step: int, stats: StepStats) -> None:
+        """Say why an update was refused, and count refusals in a row, which a resumed run goes on counting."""
+        if stats.skipped:
+            self.console.say(f"step {step}: an update was refused after {stats.num_updates} made: {stats.problem}")
+        skipped = self.progress.skipped_in_a_row + 1 if stats.skipped else 0
+        self.progress = replace(self.progress, skipped_in_a_row=skipped)
 
     def save(self) -> None:
         path = self.dir.checkpoint(self.progress.step)
@@ -285,9 +334,6 @@ def _object_store_bytes() -> int:
 
 @contextmanager
 def open_session(loaded: Loaded, plan: RunPlan, command: str) -> Iterator[Session]:
-    """A session that is closed whatever happens."""
-    session = Session(loaded, plan, command)
-    try:
-        yield session
-    finally:
-        session.close()
+    """A session that is ended whatever happens, also while it is being made."""
+    with ExitStack() as ending:
+        yield Session(loaded, plan, command, ending)

@@ -67,8 +67,11 @@ def start(session: Session) -> None:
 
 
 def steps(session: Session) -> Iterator[int]:
-    """Step numbers still to do, counted from 1."""
-    yield from range(session.progress.step + 1, session.config.run.steps + 1)
+    """Step numbers still to do, counted from 1. A step's time runs from here until it is recorded."""
+    for step in range(session.progress.step + 1, session.config.run.steps + 1):
+        session.clock.take()
+        session.step_began = time.perf_counter()
+        yield step
 
 
 def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
@@ -103,16 +106,13 @@ def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats 
     how = Update(policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}")
     with session.clock("update"):
         stats = session.world.update(batch, how, old)
-    if stats.skipped:
-        session.console.say(f"step {step}: no update: {stats.problem}")
-    skipped = session.progress.skipped_in_a_row + 1 if stats.skipped else 0
-    session.progress = replace(session.progress, skipped_in_a_row=skipped)
+    session.note_skip(step, stats)
     return stats
 
 
 def publish(session: Session, stats: StepStats | None) -> None:
     """New weights go to the engines; a step that changed none publishes none."""
-    if stats is None or stats.skipped:
+    if stats is None or stats.num_updates == 0:
         return
     version = session.progress.policy_version + 1
     with session.clock("sync"):
@@ -122,13 +122,13 @@ def publish(session: Session, stats: StepStats | None) -> None:
 
 def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None) -> None:
     values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics()
-    sampled_by = [version for g in groups for r in g.rollouts for version in r.versions]
-    before_update = session.progress.policy_version - (stats is not None and not stats.skipped)
-    values["rollout/lag_mean"] = before_update - sum(sampled_by) / len(sampled_by)  # versions between sampling and training
+    updated_from = session.progress.policy_version - (stats is not None and stats.num_updates > 0)
+    lags = [updated_from - version for g in groups for r in g.rollouts for version in r.versions]
+    values["rollout/lag_mean"] = sum(lags) / len(lags) if lags else 0.0  # policy versions between sampling and training
     seconds = session.clock.take()
     for part in ("rollout", "score", "update", "sync"):
         values[f"time/{part}_s"] = seconds.get(part, 0.0)
-    values["time/step_s"] = sum(seconds.values())
+    values["time/step_s"] = time.perf_counter() - session.step_began
     values["rollout/tokens_per_s"] = values["rollout/tokens"] / seconds["rollout"]
     if stats is not None:
         values["train/tokens_per_s"] = stats.num_tokens / seconds["update"]
@@ -168,6 +168,7 @@ def step_metrics(stats: StepStats | None) -> dict[str, float]:
         "train/loss": stats.loss,
         "train/lr": stats.learning_rate,
         "train/tokens": float(stats.num_tokens),
+        "train/updates": float(stats.num_updates),
         "train/skipped": float(stats.skipped),
         "grad/norm": stats.grad_norm,
         "policy/ratio_max_abs_dev": stats.ratio_max_abs_dev,
@@ -184,14 +185,17 @@ def step_metrics(stats: StepStats | None) -> dict[str, float]:
 
 
 def save_and_evaluate_if_due(session: Session, step: int) -> None:
+    """Evaluates before it saves: what a checkpoint says is finished has been measured too, so a resumed run misses nothing."""
     run = session.config.run
     last = step == run.steps
-    if last or (run.save_every and step % run.save_every == 0):
-        session.save()
-    if run.eval_prompts and run.eval_every and step % run.eval_every == 0 and not last:
-        session.metrics.write(step, evaluate(session, run.eval_prompts, step=step).metrics())
     if last and run.final_eval_prompts:
         session.metrics.write(step, evaluate(session, run.final_eval_prompts, step=step, show=SHOWN_ROLLOUTS).metrics())
+    elif not last and run.eval_prompts and run.eval_every and step % run.eval_every == 0:
+        session.metrics.write(step, evaluate(session, run.eval_prompts, step=step).metrics())
+    if last or (run.save_every and step % run.save_every == 0):
+        with session.clock("save"):
+            session.save()
+        session.metrics.write(step, {"time/save_s": session.clock.take()["save"]})
 
 
 def finish(session: Session) -> None:

@@ -30,6 +30,10 @@ class Totals:
         """`device`: that of the collectives which will add the ranks' totals up."""
         return cls(torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.zeros(len(MAXIMA), dtype=torch.float64, device=device))
 
+    def merge(self, other: Totals) -> None:
+        self.sums = self.sums + other.sums
+        self.maxima = torch.maximum(self.maxima, other.maxima)
+
     def sum(self, name: str) -> float:
         return float(self.sums[SUMS.index(name)])
 

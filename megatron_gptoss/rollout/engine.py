@@ -52,9 +52,8 @@ class EngineSettings:
     gpu_memory_fraction: float = 0.85  # GPU only
     deterministic: bool = False  # one sequence at a time, a seed per request, no prefix cache
     seed: int = 0
+    num_cpus: float = 1.0  # for placement
     num_gpus: int = 0  # 0: a CPU engine
-    threads: int = 1  # CPU threads of a CPU engine's kernels
-    prefix_cache: bool = True  # never used when deterministic
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": 1 if settings.deterministic else settings.max_running,
-        "enable_prefix_caching": settings.prefix_cache and not settings.deterministic,
+        "enable_prefix_caching": not settings.deterministic,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
         "worker_extension_cls": "megatron_gptoss.rollout.vllm_worker.WorkerExtension",
         "weight_transfer_config": {"backend": "inline"},
@@ -282,7 +281,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     if settings.num_gpus == 0:
         environment |= {
             "TORCHDYNAMO_DISABLE": "1",  # enforce_eager leaves some helpers to torch.compile: 6 to 22 s at the first turn, and slower after
-            "OMP_NUM_THREADS": str(settings.threads),
+            "OMP_NUM_THREADS": "1",  # two threads decode the demo's model no faster
+            "CUDA_VISIBLE_DEVICES": "",  # Ray does not hide a GPU from an actor that asked for none
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer ranks share the cores
         }
     return environment
@@ -390,7 +390,7 @@ def start_engine(settings: EngineSettings, name: str) -> EngineHandle:
         ray.remote(Engine)
         .options(
             num_gpus=settings.num_gpus,
-            num_cpus=1,
+            num_cpus=settings.num_cpus,
             max_concurrency=MAX_TURNS_IN_FLIGHT,
             max_restarts=0,  # a restarted actor would hold no weights; the pool restarts and republishes
             runtime_env={"env_vars": engine_environment(settings)},

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 def plan_buckets(sizes: Iterable[tuple[str, int]], limit_bytes: int) -> list[list[str]]:
     """Consecutive names, up to `limit_bytes` a bucket; a tensor larger than the limit travels alone.
 
-    Buckets bound the memory of a sync: no copy of the whole model exists on either side.
+    Buckets bound what one transfer holds. (The inline transfer of today still puts all buckets into the object store at once.)
     """
     buckets: list[list[str]] = []
     used = 0

@@ -56,7 +56,9 @@ def make_schedule(fields: OptimizerFields, optimizer: ChainedOptimizer, *, total
         end_wd=fields.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run takes only the count of updates from its checkpoint; rates and lengths are those of the configuration in force.
         use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 

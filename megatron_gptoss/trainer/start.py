@@ -48,6 +48,8 @@ class TrainingWorld:
         if not settings.use_gpu:
             # Megatron's helpers are torch.compile functions; on a CPU they would start a C++ compiler and round differently.
             environment["TORCHDYNAMO_DISABLE"] = "1"
+            # Ray does not hide a GPU from an actor that asked for none, and Megatron would use it.
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         remote = ray.remote(TrainerWorker)
         self.actors: list[Actor] = [
             remote.options(
@@ -109,9 +111,10 @@ class TrainingWorld:
                 except OSError:  # on another node, or gone
                     continue
         logs = ", ".join(str(self.log(rank)) for rank in missing)
+        stacks = f"Stacks were written to {logs}." if self.pids else f"Their logs: {logs}."
         return DeadlineExpired(
             f"the trainer did not {phase} within {self.timeout_s:.0f} s (trainer.step_timeout_s); waiting for rank {missing}. "
-            f"Last finished: {self._last}. Stacks were written to {logs}."
+            f"Last finished: {self._last}. {stacks}"
         )
 
     # -- phases --------------------------------------------------------------------------------------------------------------------------
@@ -139,9 +142,6 @@ class TrainingWorld:
 
     def save(self, path: Path, progress: Progress) -> None:
         self._same("save", "save", str(path), progress)
-
-    def fingerprint(self) -> list[dict[str, str]]:
-        return self._same("hash its state", "fingerprint")
 
     def stop(self) -> None:
         for actor in self.actors:

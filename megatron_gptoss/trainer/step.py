@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_gptoss.checkpoint.training_state import random_state
 from megatron_gptoss.checkpoint.weight_map import load_hf
 from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.errors import TrainerFailed
@@ -57,7 +58,6 @@ class Trainer:
     ) -> None:
         self.model_config = model
         self.config = trainer
-        self.shape = shape
         self.dtype = getattr(torch, trainer.dtype)
         self.module = build_model(model, shape, dtype=self.dtype, fault=fault)
         wrapped = Float16Module(self.module.config, self.module) if self.dtype == torch.bfloat16 else self.module
@@ -76,14 +76,14 @@ class Trainer:
         load_hf(self.module, self.model_config, tensors)
 
     def fingerprint(self) -> dict[str, str]:
-        """sha256 of weights, moments, schedule and random state of this rank: equal digests mean equal bits."""
+        """sha256 of weights, moments, schedule and random states of this rank: equal digests mean equal bits."""
         parts: dict[str, object] = {
             "weights": {name: p.detach() for name, p in self.module.named_parameters()},
             "moments": [
                 [dict(sorted(state.items())) for state in part.optimizer.state.values()] for part in self.optimizer.chained_optimizers
             ],
             "schedule": self.schedule.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": random_state(),
         }
         digests = {}
         for name, value in parts.items():
@@ -165,37 +165,38 @@ class Trainer:
         ref: list[list[TokenScores]] | None = None
         if how.policy is not None and how.policy.kl_coef > 0.0:
             ref = [self.score(m, temperature=how.temperature, reference=True) for m in minibatches]
-        measured = Totals.empty(self.device)
-        norm, stepped, problem = 0.0, True, ""
-        for epoch in range(epochs):
-            for i, minibatch in enumerate(minibatches):
-                totals = self._accumulate(minibatch, how, old[i] if old is not None else None, ref[i] if ref is not None else None)
-                if epoch == 0:
-                    measured.sums += totals.sums
-                    measured.maxima = torch.maximum(measured.maxima, totals.maxima)
-                norm, stepped = self._step(totals)
-                if not stepped:
-                    problem = self._explain(minibatch, how, old[i] if old is not None else None)
-                    break
+        first, every = Totals.empty(self.device), Totals.empty(self.device)  # first epoch: the policy that sampled; every: the updates
+        norms: list[float] = []
+        stepped, problem = True, ""
+        for epoch, i in ((e, i) for e in range(epochs) for i in range(len(minibatches))):
+            old_i, ref_i = old[i] if old is not None else None, ref[i] if ref is not None else None
+            totals = self._accumulate(minibatches[i], how, old_i, ref_i)
+            every.merge(totals)
+            if epoch == 0:
+                first.merge(totals)
+            norm, stepped = self._step(totals)
+            norms.append(norm)
             if not stepped:
+                problem = self._explain(minibatches[i], how, old_i, ref_i)
                 break
         self._count_skips(stepped, problem)
         return StepStats(
-            loss=measured.mean("loss"),
-            grad_norm=norm,
+            loss=first.mean("loss"),
+            grad_norm=sum(norms) / len(norms),
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            num_tokens=int(measured.sum("tokens")),
+            num_tokens=int(first.sum("tokens")),
+            num_updates=len(norms) - (not stepped),
             skipped=not stepped,
-            ratio_max_abs_dev=measured.maximum("ratio_dev"),
-            clip_fraction=measured.mean("clipped"),
-            entropy=measured.mean("entropy"),
-            kl_ref=measured.mean("kl_ref"),
-            k1=measured.mean("k1"),
-            k3=measured.mean("k3"),
-            logp_abs_mean=measured.mean("logp_abs"),
-            logp_abs_max=measured.maximum("logp_abs"),
-            ess=measured.ess,
-            truncated_fraction=measured.mean("truncated"),
+            ratio_max_abs_dev=every.maximum("ratio_dev"),
+            clip_fraction=every.mean("clipped"),
+            entropy=first.mean("entropy"),
+            kl_ref=first.mean("kl_ref"),
+            k1=first.mean("k1"),
+            k3=first.mean("k3"),
+            logp_abs_mean=first.mean("logp_abs"),
+            logp_abs_max=first.maximum("logp_abs"),
+            ess=first.ess,
+            truncated_fraction=first.mean("truncated"),
             problem=problem,
         )
 
@@ -207,16 +208,15 @@ class Trainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def forward_step(todo: Iterator[int], model: torch.nn.Module):
+        def forward_step(todo: Iterator[int], _: torch.nn.Module):
             j = next(todo)
-            batch = self._here(minibatch[j])
-            out = self._forward(batch, how.temperature, model)
+            scores = self._forward(self._here(minibatch[j]), how.temperature, self.model)
 
             def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss_sum = self._loss(batch, scores, how, self._here(old[j]) if old else None, self._here(ref[j]) if ref else None, totals)
-                return loss_sum, torch.tensor(batch.target_N.numel(), dtype=torch.int, device=self.device), {}
+                loss_sum = self._loss(minibatch[j], scores, how, old[j] if old else None, ref[j] if ref else None, totals)
+                return loss_sum, torch.tensor(minibatch[j].target_N.numel(), dtype=torch.int, device=self.device), {}
 
-            return out, loss
+            return scores, loss
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -241,6 +241,8 @@ class Trainer:
         ref: TokenScores | None,
         totals: Totals,
     ) -> Tensor:
+        """The loss of one microbatch, summed over its tokens; what it measures is added to `totals`."""
+        batch, old, ref = self._here(batch), self._here(old) if old else None, self._here(ref) if ref else None
         logp_N, entropy_N = scores[0], scores[1]
         before_N = old.logp_N if old is not None else logp_N.detach()
         if how.policy is None:
@@ -277,30 +279,44 @@ class Trainer:
             return float("nan"), False
         self.schedule.step(increment=1)
         result = guarded_step(self.optimizer)
+        if not result.stepped:
+            self.schedule.step(increment=-1)  # an update that was not made does not count
         return result.grad_norm, result.stepped
 
     # -- when a value is not finite ------------------------------------------------------------------------------------------------------
 
-    def _explain(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None) -> str:
-        """Find the first microbatch whose loss or gradient is not finite, dump it, and say so. Costs a pass; runs only after a fault."""
+    def _explain(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None) -> str:
+        """Find the microbatch, and the rank that holds it, whose loss or gradient is not finite; dump it; say so on every rank.
+
+        Each rank looks at its own microbatches one by one, before anything is reduced. Runs only after a fault, and costs a pass.
+        """
+        found = ""
         for j, batch in enumerate(minibatch):
-            totals = self._accumulate([batch], how, [old[j]] if old is not None else None, None)
-            loss_ok = bool(torch.isfinite(totals.sums).all())
-            self.optimizer.prepare_grads()
-            norm = self.optimizer.get_grad_norm()
-            norm = float(norm) if norm is not None else 0.0
-            if loss_ok and math.isfinite(norm):
-                continue
-            what = f"gradient norm {norm}" if loss_ok else f"loss {totals.sum('loss')}"
-            where = "nowhere (no dump folder was given)"
-            if how.dump_dir is not None:
-                where = str(how.dump_dir / f"{how.label}-rank{dist.get_rank()}-microbatch{j}.pt")
-                how.dump_dir.mkdir(parents=True, exist_ok=True)
-                torch.save({"microbatch": batch, "old": old[j] if old is not None else None, "why": what}, where)
             self.model.zero_grad_buffer()
-            return f"{what} in microbatch {j} ({', '.join(batch.names[:3])}{', …' if len(batch.names) > 3 else ''}); dumped to {where}"
+            local = Totals.empty(self.device)
+            scores = self._forward(self._here(batch), how.temperature, self.model)
+            loss_sum = self._loss(batch, scores, how, old[j] if old else None, ref[j] if ref else None, local)
+            with self.model.no_sync():
+                loss_sum.backward()
+            # Experts are left out: their gradients come from the tokens of all ranks.
+            own = [p.main_grad for p in self.module.parameters() if getattr(p, "allreduce", True)]  # pyright: ignore[reportAttributeAccessIssue]
+            loss_is_fine = bool(torch.isfinite(local.sums).all())
+            if not found and not (loss_is_fine and all(bool(torch.isfinite(g).all()) for g in own)):
+                what = "a gradient that is not finite" if loss_is_fine else f"loss {local.sum('loss')}"
+                found = f"{what} in microbatch {j} of rank {dist.get_rank()}{self._dump(batch, j, how, what)}"
         self.model.zero_grad_buffer()
-        return "not finite over all microbatches together, but finite in each alone"
+        everyone: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        return next((f for f in everyone if f), "not finite over all microbatches together, but finite in each alone")
+
+    def _dump(self, batch: MicroBatch, j: int, how: Update, what: str) -> str:
+        names = f" ({', '.join(batch.names[:3])}{', …' if len(batch.names) > 3 else ''})"
+        if how.dump_dir is None:
+            return names
+        how.dump_dir.mkdir(parents=True, exist_ok=True)
+        path = how.dump_dir / f"{how.label}-rank{dist.get_rank()}-microbatch{j}.pt"
+        torch.save({"microbatch": batch, "why": what}, path)
+        return f"{names}; dumped to {path}"
 
     def _count_skips(self, stepped: bool, problem: str) -> None:
         self.skipped_in_a_row = 0 if stepped else self.skipped_in_a_row + 1
@@ -316,6 +332,8 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype), list(value.shape), data]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), value.tobytes()]
     if isinstance(value, dict):
         return [[str(k), _plain(v)] for k, v in value.items()]
     if isinstance(value, list | tuple):

@@ -167,14 +167,5 @@ class TrainerWorker:
             Path(path), config=self.settings.model, model=t.model, optimizer=t.optimizer, schedule=t.schedule, progress=progress
         )
 
-    def fingerprint(self) -> dict[str, str]:
-        """sha256 of this rank's weights, moments, schedule and random states, for comparing two runs bit by bit."""
-        return self.trainer.fingerprint()
-
-    def stop(self) -> None:
-        from megatron_gptoss.parallel.groups import destroy_groups
-
-        destroy_groups()
-
 
 Actor = Any  # a Ray actor handle of TrainerWorker

@@ -102,7 +102,9 @@ def test_replaying_archived_rollouts_gives_loss_and_gradient_norm_bit_for_bit(un
     kept = archive.read_text()
     shutil.copy(run / "rollouts" / "step-2.jsonl", archive)
     try:
-        assert subprocess.run(tool, capture_output=True, text=True).returncode == 1
+        other = subprocess.run(tool, capture_output=True, text=True)
+        assert other.returncode == 1
+        assert "DIFFERENT" in other.stdout, other.stderr
     finally:
         archive.write_text(kept)
 

@@ -147,7 +147,7 @@ class TestNotFinite:
         stats = t.update(packed(samples(3, seed=8)), how(dump_dir=tmp_path, label="step-1"))
         assert stats.skipped
         assert math.isfinite(stats.loss)
-        assert "gradient norm" in stats.problem
+        assert "a gradient that is not finite in microbatch 0 of rank 0 (s0, s1, s2)" in stats.problem
         assert list(tmp_path.glob("*.pt"))
         assert all(torch.equal(p, before[n]) for n, p in weights(t).items())
 
@@ -225,3 +225,26 @@ class TestResume:
         (tmp_path / "step-1" / "COMPLETE").unlink()
         with pytest.raises(CheckpointError, match="no complete checkpoint"):
             self.load(t, tmp_path / "step-1")
+
+
+def test_a_refused_second_minibatch_says_what_was_done_before_it(one_rank):
+    t = trainer(one_rank)
+    good, bad = samples(2, seed=21), [replace(samples(1, seed=22)[0], advantage=float("nan"))]
+    batch = packed([*good, *bad, *bad], minibatches=2)
+    old = [t.score(m) for m in batch]
+    stats = t.update(batch, how(PPO.model_copy(update={"minibatches": 2})), old)
+    assert stats.skipped
+    assert stats.num_updates == 1, "the weights have changed, so the engines must hear of it"
+    assert t.schedule.num_steps == 1, "an update that was refused does not advance the schedule"
+
+
+def test_a_resumed_run_takes_rates_from_its_configuration_and_the_count_from_the_checkpoint(one_rank, tmp_path):
+    from megatron_gptoss.config.schema import TrainerConfig
+    from megatron_gptoss.trainer.step import Trainer
+
+    t = trainer(one_rank, updates=10)
+    t.update(packed(samples(2, seed=23)), how())
+    TestResume().save(t, tmp_path / "step-1")
+    longer = Trainer(MILD, TrainerConfig(), one_rank, RlConfig(lr=0.5, warmup_steps=0, decay="linear", min_lr_ratio=0.0), total_updates=4)
+    TestResume().load(longer, tmp_path / "step-1")
+    assert longer.update(packed(samples(2, seed=24)), how()).learning_rate == pytest.approx(0.25), "update 2 of 4, linear from 0.5 to 0"
