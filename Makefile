@@ -1,5 +1,5 @@
-# make demo   train a tiny GPT-OSS on this machine, from nothing to a picture
-# make test   run the tests
+# make demo   train a tiny GPT-OSS on this machine, from nothing to a picture (ARGS="--run.seed=3" goes to its commands)
+# make test   run the tests (ARGS="-k packing" goes to pytest)
 # make setup  only make the environment (.venv); every other target does it when needed
 # make check  ruff, pyright, import-linter
 
@@ -8,7 +8,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # The newest environment is the one whose requirements, project file and recipe it was made from.
-INPUTS := requirements/cpu.txt pyproject.toml tools/find_python.sh Makefile
+INPUTS := requirements/cpu.txt pyproject.toml tools/find_python.sh tools/make_venv.sh Makefile
 
 .PHONY: help setup demo test test-quick check clean
 
@@ -22,7 +22,7 @@ $(STAMP): $(INPUTS)
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
+	@tools/demo.sh $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

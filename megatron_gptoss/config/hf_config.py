@@ -72,6 +72,15 @@ def read_hf_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{file}: {'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from error
 
 
+def quantization(folder: Path) -> str | None:
+    """How the weights of a Hugging Face folder are packed ("mxfp4" in the published ones), None when they are plain numbers."""
+    try:
+        found = json.loads((folder / "config.json").read_text())["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a config.json that cannot be read is read_hf_config's to refuse
+    return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else None
+
+
 def write_hf_config(
     model: ModelConfig,
     path: Path,

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.metadata
+import math
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.memory import checkpoint_bytes
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.preflight import check_inputs, check_run_target, free_port
+from megatron_gptoss.config.schema import RunConfig
 from megatron_gptoss.errors import GptossError
-
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weights and two moments
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,23 @@ def _libraries(device: str) -> list[Check]:
 
 
 def _disk(loaded: Loaded, plan: RunPlan) -> Check:
-    """Room for two checkpoints: the old one stays until the new one is whole."""
+    """Room for all checkpoints that a run of `gptoss train` holds at once."""
+    run, one = loaded.config.run, checkpoint_bytes(loaded.config)
     folder = next(p for p in (plan.run_dir.absolute(), *plan.run_dir.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(folder).free
-    need = 2 * CHECKPOINT_BYTES * plan.parameters.total
-    words = f"{free / 2**30:.1f} GiB free in {Path(folder)}, two checkpoints take {need / 2**30:.1f} GiB"
-    return Check("disk", free >= need, words if free >= need else f"{words}: free some, or set run.dir (now {loaded.config.run.dir})")
+    count = checkpoints_at_once(run)
+    words = (
+        f"{_gib(free)} free in {folder}; run.keep_checkpoints = {run.keep_checkpoints} and run.save_every = {run.save_every} take "
+        f"{_gib(count * one)} ({count} x {_gib(one)})"
+    )
+    return Check("disk", free >= count * one, words if free >= count * one else f"{words}: free some, or set run.dir (now {run.dir})")
+
+
+def checkpoints_at_once(run: RunConfig) -> int:
+    """Those that are kept and one more, since an old one stays until the new one is whole; never more than the run saves."""
+    saves = math.ceil(run.steps / run.save_every) if run.save_every else 1
+    return min(saves, run.keep_checkpoints + 1) if run.keep_checkpoints else saves
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

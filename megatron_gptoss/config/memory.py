@@ -50,6 +50,13 @@ def kv_bytes_per_token(config: Config) -> int:
     return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * BYTES[config.rollout.dtype]
 
 
+def checkpoint_bytes(config: Config) -> int:
+    """A training checkpoint on disk, over all ranks: every parameter once as a weight in `trainer.dtype`, as an fp32 master copy (Megatron
+    writes one for fp32 weights too) and as two fp32 moments. 16 bytes per parameter for fp32, 14 for bf16; random states are not counted.
+    """
+    return count_parameters(config.model).total * (BYTES[config.trainer.dtype] + 4 + 8)
+
+
 def trainer_memory(config: Config) -> list[MemoryPart]:
     """What one trainer rank holds. Megatron's DistributedOptimizer shards AdamW's state over the ranks that hold the same parameter."""
     count = count_parameters(config.model)

@@ -27,6 +27,10 @@ class RunConfig(Section):
     seed: NonNegative = 0
     steps: Positive = 40
     save_every: NonNegative = Field(default=20, description="steps between checkpoints; 0: only at the end")
+    keep_checkpoints: NonNegative = Field(
+        default=2,
+        description="newest complete checkpoints that stay when a further one is whole; 0: all",
+    )
     eval_every: NonNegative = Field(default=10, description="steps between held-out evaluations; 0: only at start and end")
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per periodic evaluation; 0: none")
     final_eval_prompts: NonNegative = Field(default=300, description="held-out prompts at the start and at the end")
@@ -112,7 +116,6 @@ class SftConfig(OptimizerFields):
         default=300,
         description="steps added, at a tenth of the learning rate or more, while the gate is missed",
     )
-    log_every: Positive = 20
 
 
 class RlConfig(OptimizerFields):

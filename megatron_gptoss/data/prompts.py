@@ -1,4 +1,4 @@
-"""Reads JSON-lines files of prompts.
+"""Reads JSON-lines files of prompts, and says which prompt is too long.
 
 In: a path and the fields each line must have. Out: records in the file's order, with their line numbers. It does not shuffle or split.
 """
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_gptoss.errors import DataError
+from megatron_gptoss.errors import ConfigError, DataError
+from megatron_gptoss.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,14 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(value, dict):
             raise DataError(f"{path}:{number}: this line is {type(value).__name__}, not a JSON object.")
         yield number, value
+
+
+def require_room(prompt: Prompt, num_tokens: int, max_sequence_tokens: int, max_turn_tokens: int) -> None:
+    """ConfigError for a prompt whose `num_tokens`, with instructions and generation prefix, leave no token for an answer."""
+    if num_tokens >= max_sequence_tokens:
+        begins = prompt.text if len(prompt.text) <= 40 else prompt.text[:40] + "..."
+        raise ConfigError(
+            f"prompt {prompt.id} ({begins!r}) has {num_tokens} tokens with its instructions, and rollout.max_sequence_tokens = "
+            f"{max_sequence_tokens} leaves no room for an answer. Set it to at least {num_tokens + max_turn_tokens} (one turn more, "
+            f"rollout.max_turn_tokens = {max_turn_tokens}), or take the prompt out."
+        )

@@ -131,6 +131,11 @@ def load_tokenizer(config: Config) -> Tokenizer:
     return _gpt_oss(_ranks_folder(config))
 
 
+def tokenizer_is_here(config: Config) -> bool:
+    """Whether `load_tokenizer` finds its file on this machine, so that nothing is downloaded. DataError for a named folder without it."""
+    return config.tokenizer.name == "tiny" or _ranks_folder(config) != ""
+
+
 def _ranks_folder(config: Config) -> str:
     """Folder that holds o200k_base.tiktoken; "" leaves it to openai-harmony, which downloads. A folder the user names must hold it."""
     named = [("tokenizer.path", config.tokenizer.path), ("TIKTOKEN_ENCODINGS_BASE", os.environ.get("TIKTOKEN_ENCODINGS_BASE", ""))]

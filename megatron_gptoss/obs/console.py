@@ -1,8 +1,8 @@
 """What does a person see while a run goes on?
 
-In: names and numbers. Out: a table at the start, a progress bar while something long runs, one line a step, a rollout in full, and one
-block when something failed. Calm: in a pipe, a file or CI there is no bar and no control character, and a long phase leaves one line.
-Worker logs do not come here, they go to files. Does not measure and does not decode tokens. No torch.
+In: names and numbers. Out: a table at the start, a progress bar while something long runs, one line a step, a rollout in full. Calm: in
+a pipe, a file or CI there is no bar and no control character, and a long phase leaves one line. Worker logs do not come here, they go to
+files. Does not measure and does not decode tokens. No torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -126,13 +125,6 @@ class Console:
         title = Text(f"{rollout.prompt.id} #{rollout.index}")
         self._rich.print(Panel(Group(*parts), title=title, title_align="left", border_style=style, width=min(self._rich.width, PIPE_WIDTH)))
 
-    def failure(self, what: str, message: str, log: Path | None = None, lines: int = 15) -> None:
-        """The first process that failed: why, the last lines of its log, and where the rest is."""
-        parts = [Text(message)]
-        if log is not None:
-            parts += [Text(f"\nlast lines of {log}:", style="dim"), *(Text("  " + visible(line)) for line in last_lines(log, lines))]
-        self._rich.print(Panel(Group(*parts), title=Text(f"failed: {what}"), title_align="left", border_style="red"))
-
 
 def step_line(step: int, total: int, values: Mapping[str, float | int | bool | str]) -> str:
     """`step 12/40  reward 0.75  mismatch 3e-06  grad 0.31  entropy 0.040  6.8 s (rollout 6.1 score 0.0 update 0.3 sync 0.1)`."""
@@ -187,14 +179,3 @@ def _who(header: str) -> str:
 def visible(text: str) -> str:
     """Control characters, which a model or a log may hold, as escapes: they must not steer the terminal. Newline and tab stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """The end of a log, read from its last 64 KiB; a log that is missing says so in its place."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - 65536, 0))
-            return [line.rstrip() for line in file.read().decode("utf-8", errors="replace").splitlines()][-count:]
-    except OSError as error:
-        return [f"({error.strerror})"]

@@ -8,9 +8,9 @@ Uses tensorboard's own writer: the driver needs no torch for it. Does not decide
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from megatron_gptoss.obs.disk import disk_errors
+from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
 from megatron_gptoss.obs.run_dir import RunDir, write_atomic
-
-NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Value = float | int | bool | str
 
@@ -38,16 +38,18 @@ class MetricsLog:
         rows = [row for row in rows if row["step"] <= (resumed_step or 0)]
         write_atomic(run.metrics_file, "".join(_line(row) for row in rows))
         self._last: dict[str, Any] = rows[-1] if rows else {}
-        self._file = run.metrics_file.open("r+b")
+        self._path = run.metrics_file
+        self._file = self._path.open("r+b")
         self._last_start = self._file.seek(0, 2) - (len(_line(self._last).encode()) if rows else 0)
-        self._events = EventFileWriter(str(run.tensorboard))
+        with disk_errors(run.tensorboard):
+            self._events = EventFileWriter(str(run.tensorboard))
         if resumed_step is not None:
             # TensorBoard then hides what an earlier session logged from this step on.
             start = SessionLog(status=SessionLog.START)
             self._events.add_event(Event(wall_time=clock(), step=resumed_step + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Steps never go down. Flushed before it returns."""
+        """Steps never go down. Flushed before it returns. MachineError when the disk is full."""
         last_step = self._last.get("step", -1)
         if step < last_step:
             raise ValueError(f"step {step} after step {last_step}")
@@ -58,16 +60,20 @@ class MetricsLog:
         else:
             self._last = {"step": step, "time": now, **values}
             self._last_start = self._file.seek(0, 2)
-        self._file.write(_line(self._last).encode())
-        self._file.truncate()
-        self._file.flush()
+        with disk_errors(self._path):
+            self._file.write(_line(self._last).encode())
+            self._file.truncate()
+            self._file.flush()
         scalars = [Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items() if not isinstance(v, str)]
-        self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
-        self._events.flush()
+        with disk_errors(Path(self._events.get_logdir())):
+            self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+            self._events.flush()
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        # Every write was flushed. What a full disk refused has been said, and both would try once more to write it.
+        for log in (self._file, self._events):
+            with suppress(OSError):
+                log.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -83,6 +89,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """One object as JSON. `str` of a float that is not finite is exactly the key it has in NOT_FINITE."""
-    plain = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
+    plain = {name: to_json(v) if isinstance(v, float) else v for name, v in row.items()}
     return json.dumps(plain, allow_nan=False) + "\n"

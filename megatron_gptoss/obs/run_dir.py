@@ -27,6 +27,7 @@ from megatron_gptoss.checkpoint.progress import MARKER
 from megatron_gptoss.config.load import dump
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.errors import CheckpointError, ConfigError, MachineError
+from megatron_gptoss.obs.disk import disk_errors
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,21 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run. Torn ones (no COMPLETE, or still under a temporary name) are passed over."""
+    """The newest complete checkpoint of a run."""
+    return next(reversed(complete_checkpoints(run_dir)), None)
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Oldest first. Torn ones (no COMPLETE, or still under a temporary name) are passed over."""
     complete = [p for p in (run_dir / "checkpoints").glob("step-*") if checkpoint_step(p) is not None and (p / MARKER).is_file()]
-    return max(complete, key=lambda p: checkpoint_step(p) or 0, default=None)
+    return sorted(complete, key=lambda p: checkpoint_step(p) or 0)
+
+
+def checkpoints_to_remove(run_dir: Path, keep: int) -> list[Path]:
+    """Complete checkpoints beyond the newest `keep`, oldest first; none when `keep` is 0. Torn ones are not ours to judge: one may be
+    on its way. Whoever removes a checkpoint deletes COMPLETE first, so that half of one is never taken for whole.
+    """
+    return complete_checkpoints(run_dir)[:-keep] if keep else []
 
 
 def is_run_dir(path: Path) -> bool:
@@ -165,15 +178,16 @@ def find_weights(path: Path) -> WeightSource:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one whole, whatever interrupts it."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    temporary.chmod(0o644)  # NamedTemporaryFile makes it private, which would hide a run from one's colleagues
-    temporary.replace(path)
+    """Write a file that is either the old one or the new one whole, whatever interrupts it. MachineError when the disk is full."""
+    with disk_errors(path):
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        temporary.chmod(0o644)  # NamedTemporaryFile makes it private, which would hide a run from one's colleagues
+        temporary.replace(path)

@@ -15,29 +15,33 @@ from typing import Any
 from megatron_gptoss.data.prompts import read_json_lines
 from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import DataError
+from megatron_gptoss.obs.disk import disk_errors
+from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
-
-NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}  # JSON has no such numbers, so they are written as text
 
 
 def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
-    """Writes all rollouts of a step. The file appears whole or not at all; one of that name is replaced. ValueError for an empty group."""
+    """Writes all rollouts of a step. The file appears whole or not at all; one of that name is replaced.
+
+    ValueError for an empty group, MachineError when the disk is full.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            for number, group in enumerate(groups):
-                if not group.rollouts:
-                    raise ValueError(f"group {number} ({group.prompt.id}) has no rollouts, and a file of rollouts cannot hold it")
-                for rollout in group.rollouts:
-                    # ensure_ascii: a prompt may hold a lone surrogate, which has no UTF-8.
-                    file.write(json.dumps(_to_json(step, number, rollout, tokenizer), ensure_ascii=True, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                for number, group in enumerate(groups):
+                    if not group.rollouts:
+                        raise ValueError(f"group {number} ({group.prompt.id}) has no rollouts, and a file of rollouts cannot hold it")
+                    for rollout in group.rollouts:
+                        # ensure_ascii: a prompt may hold a lone surrogate, which has no UTF-8.
+                        file.write(json.dumps(_to_json(step, number, rollout, tokenizer), ensure_ascii=True, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def read_archive(path: str | Path) -> list[RolloutGroup]:
@@ -99,8 +103,7 @@ def _from_json(value: dict[str, Any]) -> tuple[int, Rollout]:
 
 
 def _number(value: float) -> float | str:
-    value = float(value)
-    return value if value - value == 0.0 else str(value)
+    return to_json(float(value))
 
 
 def _float(value: Any) -> float:

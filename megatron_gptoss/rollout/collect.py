@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_gptoss.data.harmony import generation_prefix, parse_turn, render, turn_stop_tokens
+from megatron_gptoss.data.prompts import require_room
 from megatron_gptoss.data.tokenizer import Tokenizer
-from megatron_gptoss.errors import ConfigError, EngineFailed, GptossError, RunFailed
+from megatron_gptoss.errors import EngineFailed, GptossError, RunFailed
 from megatron_gptoss.tasks.base import Conversation, Task, Verdict
 from megatron_gptoss.types import PolicyVersion, Prompt, Rollout, RolloutGroup, TurnRequest, TurnResult
 
@@ -142,11 +143,7 @@ class _Walk:
             conversation = self.common.task.begin(self.prompt)
             opening = conversation.opening()
             self._append([*render(opening, tokenizer), *generation_prefix(tokenizer)])
-        if len(self.token_ids) >= limits.max_sequence_tokens:
-            raise ConfigError(
-                f"prompt {self.prompt.id} has {len(self.token_ids)} tokens, and rollout.max_sequence_tokens = {limits.max_sequence_tokens} "
-                f"leaves no room for an answer. Set it to at least {len(self.token_ids) + limits.max_turn_tokens}, or take the prompt out."
-            )
+        require_room(self.prompt, len(self.token_ids), limits.max_sequence_tokens, limits.max_turn_tokens)
         stops = turn_stop_tokens(opening, tokenizer)
         for turn in range(limits.max_turns):
             room = limits.max_sequence_tokens - len(self.token_ids)

@@ -64,18 +64,19 @@ def draw_problem(rng: random.Random, split: Split) -> Problem:
 
 
 class Arithmetic:
-    """The task. `guess`, `stop` and `digit` are the shares of flawed demonstrations; the rest is right."""
+    """The task. `guess`, `stop` and `digit` are the shares of flawed demonstrations, at most 1 together (rules.py); the rest is right."""
 
     name = "arithmetic"
 
     def __init__(self, seed: int, guess: float = 0.10, stop: float = 0.50, digit: float = 0.03) -> None:
-        if guess + stop + digit > 1.0:
-            raise ValueError(f"guess {guess} + stop {stop} + digit {digit} is more than 1")
         self.seed = seed
         self.mix = (("guess", guess), ("stop", stop), ("digit", digit))
 
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
         return [self._prompt(split, index) for index in range(start, start + count)]
+
+    def epoch_size(self, split: Split) -> None:
+        return None
 
     def begin(self, prompt: Prompt) -> ArithmeticConversation:
         return ArithmeticConversation(prompt)

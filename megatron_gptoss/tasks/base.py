@@ -61,6 +61,10 @@ class Task(Protocol):
         """Prompts `start` .. `start + count - 1` of an endless stream that depends on the seed only. `heldout` and `train` never meet."""
         ...
 
+    def epoch_size(self, split: Split) -> int | None:
+        """How many prompts there are before the stream repeats; None when it never does."""
+        ...
+
     def begin(self, prompt: Prompt) -> Conversation: ...
 
     def close(self) -> None:

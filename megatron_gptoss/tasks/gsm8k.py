@@ -69,6 +69,9 @@ class Gsm8k:
             prompts.append(Prompt(f"gsm8k/{split}/{item.line}/{epoch}", self.name, item.question, item.gold))
         return prompts
 
+    def epoch_size(self, split: Split) -> int:
+        return len(self._items[split])
+
     def begin(self, prompt: Prompt) -> Gsm8kConversation:
         return Gsm8kConversation(prompt, self.opening, self.checker)
 

@@ -14,9 +14,6 @@ from megatron_gptoss.tasks.gsm8k import Gsm8k
 
 def _arithmetic(config: Config) -> Arithmetic:
     sft = config.sft
-    if sft.guess_fraction + sft.stop_fraction + sft.digit_fraction > 1.0:
-        shares = f"{sft.guess_fraction} + {sft.stop_fraction} + {sft.digit_fraction}"
-        raise ConfigError(f"sft.guess_fraction + sft.stop_fraction + sft.digit_fraction = {shares} is more than 1; they are shares of all.")
     return Arithmetic(config.run.seed, sft.guess_fraction, sft.stop_fraction, sft.digit_fraction)
 
 

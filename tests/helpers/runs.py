@@ -55,19 +55,6 @@ def wait_for(condition: Callable[[], bool], what: str, timeout: float = 240.0, p
         time.sleep(poll)
 
 
-def processes_of(run: Path) -> list[psutil.Process]:
-    """Every process that works for a run: those under its driver, and those whose open files or arguments are in the run's folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            here = any(str(run) in f.path for f in process.open_files()) or any(str(run) in a for a in process.cmdline())
-        except psutil.Error:
-            continue
-        if here and process.pid != os.getpid():
-            found.append(process)
-    return found
-
-
 def tree(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)

@@ -1,7 +1,9 @@
 """Laws of the archive: what is read is what was written, and what is wrong says where."""
 
+import errno
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_gptoss.config.schema import Config, TokenizerConfig
 from megatron_gptoss.data.tokenizer import load_tokenizer
-from megatron_gptoss.errors import DataError
+from megatron_gptoss.errors import DataError, MachineError
 from megatron_gptoss.rollout.archive import read_archive, write_archive
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
 
@@ -109,6 +111,20 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
         write_archive(path, 1, [RolloutGroup(PROMPT, (ROLLOUT,)), RolloutGroup(PROMPT, ())], TINY)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_a_machine_error_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "step-1.jsonl"
+    write_archive(path, 1, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)
+    before = path.read_bytes()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MachineError, match=r"step-1\.jsonl cannot be written: No space left on device\. .* MiB are free in "):
+        write_archive(path, 1, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gptoss.config.schema import Config, RunConfig, SftConfig, TaskConfig, TokenizerConfig
+from megatron_gptoss.config.schema import Config, RunConfig, TaskConfig, TokenizerConfig
 from megatron_gptoss.data.harmony import ParsedTurn, generation_prefix, parse_turn, render, render_marked
 from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import ConfigError
@@ -198,7 +198,5 @@ def test_registry():
     assert task.prompts("train", 0, 2) == Arithmetic(9).prompts("train", 0, 2)
     with pytest.raises(ConfigError, match=r"task.name = 'arithmetics' is no task. Nearest: arithmetic. There are: arithmetic, gsm8k"):
         make_task(Config(task=TaskConfig(name="arithmetics")))
-    with pytest.raises(ConfigError, match=r"is more than 1"):
-        make_task(Config(sft=SftConfig(guess_fraction=0.6)))
     with pytest.raises(ConfigError, match=r"task.path is empty"):
         make_task(Config(task=TaskConfig(name="gsm8k")))

@@ -1,12 +1,17 @@
 """Laws of the command line: a mistake costs half a second, not the imports of torch and ray; it is one message with exit code 2; what is
 right gets as far as the loop; bugs keep their traceback."""
 
+import json
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_gptoss.checkpoint.progress import MARKER
+from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import load
 from megatron_gptoss.obs.run_dir import RunDir, write_atomic
 
@@ -34,7 +39,7 @@ def gptoss(*arguments: str | Path, cwd: Path, code: str = GUARDED) -> subprocess
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path) -> Iterator[Path]:
     """A folder with one of everything that a user could point at wrongly."""
     (tmp_path / "broken.toml").write_text("[rl]\nlr = \n")
     (tmp_path / "typo.toml").write_text("[rl]\nclip_hihg = 0.3\n")
@@ -42,13 +47,28 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "rule.toml").write_text("[rollout]\ngroup_size = 7\n")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\nnot JSON\n')
-    (tmp_path / "hf").mkdir()
+    question = '{{"question": "How much is {0}?", "answer": "#### {0}"}}\n'
+    (tmp_path / "one.jsonl").write_text(question.format(1))
+    (tmp_path / "good.jsonl").write_text("".join(question.format(n) for n in range(100)))
+    for name, model, more in (("hf", None, {}), ("wide", {"hidden_size": 256}, {}), ("mxfp4", {}, {"quant_method": "mxfp4"})):
+        (tmp_path / name).mkdir()
+        if model is not None:
+            write_hf_config(load([TINY]).config.model.model_copy(update=model), tmp_path / name)
+        if more:
+            file = tmp_path / name / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": more}))
+    (tmp_path / "wide" / MARKER).write_text("")
+    (tmp_path / "mxfp4" / "model.safetensors").write_text("")
     RunDir.create(tmp_path / "runs" / "run-taken", load([TINY]).config)
     other = RunDir.create(tmp_path / "runs" / "run-sft", load([TINY]).config)
     write_atomic(other.manifest_file, '{"command": "sft"}')
-    return tmp_path
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        (tmp_path / "port.toml").write_text(f"[cluster]\nfirst_port = {taken.getsockname()[1]}\nnum_ports = 1\n")
+        yield tmp_path
 
 
+GSM8K = ["--task.name=gsm8k", "--task.path=good.jsonl"]
 BAD = [
     (["train"], "ConfigError: gptoss train needs a configuration"),
     (["train", "none.toml"], "ConfigError: configuration file none.toml does not exist"),
@@ -69,6 +89,13 @@ BAD = [
     (["train", TINY, "--task.name=gsm8k", "--task.path=empty.jsonl"], "DataError: task.path = empty.jsonl is empty."),
     (["train", TINY, "--task.name=gsm8k", "--task.path=bad.jsonl"], "DataError: bad.jsonl:2"),
     (["train", TINY, "--cluster.device=cuda", "--parallel.data=32"], "MachineError: parallel.data = 32 trainer ranks"),
+    (["train", TINY, "port.toml"], "MachineError: all ports from "),
+    (["train", TINY, "--init", "wide"], 'CheckpointError: run.init = "wide" (flag --init) holds another architecture'),
+    (["train", TINY, "--init", "mxfp4"], 'CheckpointError: run.init = "mxfp4" (flag --init): mxfp4/config.json has quantization_config'),
+    (["sft", TINY, *GSM8K], "ConfigError: task.name = gsm8k has no demonstrations"),
+    (["eval", TINY, "--run.final_eval_prompts=0"], "ConfigError: run.final_eval_prompts = 0 (flag --run.final_eval_prompts) leaves"),
+    (["train", TINY, *GSM8K], "ConfigError: prompt gsm8k/"),
+    (["train", TINY, "--task.name=gsm8k", "--task.path=one.jsonl"], "DataError: task.path = one.jsonl has too few problems"),
     (["plan", TINY, "--explain", "rl.clip"], "ConfigError: unknown key 'rl.clip' (flag --explain)"),
     (["plan", TINY, "rule.toml"], "ConfigError: rollout.group_size = 7"),
 ]

@@ -3,8 +3,11 @@
 import io
 import json
 import math
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,13 @@ from megatron_gptoss.config.load import load
 from megatron_gptoss.config.plan import Cluster, make_plan
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.errors import ConfigError, MachineError
-from megatron_gptoss.obs.console import Console, last_lines, split_conversation, step_line, visible
+from megatron_gptoss.obs.console import Console, split_conversation, step_line, visible
+from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
+from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.obs.manifest import git_state, versions, write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog, read_metrics
 from megatron_gptoss.obs.report import points, running_mean, write_report
-from megatron_gptoss.obs.run_dir import RunDir, latest_checkpoint, write_atomic
+from megatron_gptoss.obs.run_dir import RunDir, checkpoints_to_remove, latest_checkpoint, write_atomic
 from megatron_gptoss.types import Prompt, RewardPart, Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +73,20 @@ def test_the_latest_checkpoint_is_the_highest_complete_one(run):
         if name != "step-2000000":
             (run.checkpoints / name / MARKER).write_text("")
     assert latest_checkpoint(run.path) == run.checkpoint(1000000)  # by number: "9" sorts after "1000000" as text
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3, 9])
+def test_the_newest_complete_checkpoints_stay_and_torn_ones_are_nobodys(run, keep):
+    for step in (20, 40, 1000000, 60):
+        run.checkpoint(step).mkdir()
+        (run.checkpoint(step) / MARKER).write_text("")
+    for name in ("step-000010", "step-2000000", ".tmp-step-3000000", "step-x"):  # never complete, or not a checkpoint
+        (run.checkpoints / name).mkdir()
+    (run.checkpoints / ".tmp-step-3000000" / MARKER).write_text("")
+    oldest_first = [run.checkpoint(step) for step in (20, 40, 60, 1000000)]
+    removed = checkpoints_to_remove(run.path, keep)
+    assert removed == (oldest_first[: max(4 - keep, 0)] if keep else [])
+    assert latest_checkpoint(run.path) not in removed
 
 
 def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -251,15 +270,46 @@ def test_visible_keeps_text_and_escapes_control():
     assert visible("ä\n\t\x07\x1b]0;x") == "ä\n\t\\x07\\x1b]0;x"
 
 
-def test_a_failure_shows_the_end_of_the_log_and_where_it_is(tmp_path):
+# ---- logs and disks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_lines_of_a_log_however_long_it_is(tmp_path):
     log = tmp_path / "rank-1.log"
-    log.write_text("\n".join(f"line {i}" for i in range(100)))
-    console, out, _ = piped()
-    console.failure("trainer rank 1", "exited with signal 9", log, lines=2)
-    text = out.getvalue()
-    assert "line 98" in text and "line 99" in text and "line 97" not in text
-    assert "failed: trainer rank 1" in text and log.name in text
+    log.write_text("x" * 100_000 + "\n" + "\n".join(f"line {i}" for i in range(100)) + "\n")
+    assert last_lines(log, 2) == ["line 98", "line 99"]
+    assert len(last_lines(log, 200)) == 101 and len(last_lines(log, 200)[0]) < 65536  # what came earlier is not read
+    log.write_bytes(b"")
+    assert last_lines(log, 2) == ["(empty)"]
     assert last_lines(tmp_path / "none", 3) == ["(No such file or directory)"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_float_that_is_not_finite_goes_through_json_and_back(value):
+    back = NOT_FINITE[json.loads(json.dumps(to_json(value), allow_nan=False))]
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+def test_a_full_disk_is_a_machine_error_with_the_file_the_room_and_the_cure(run):
+    log = MetricsLog(run)
+    log.write(1, {"x": 1.0})
+    with files_end_at(200):
+        with pytest.raises(MachineError, match=r"metrics\.jsonl cannot be written: .* MiB are free in .*--resume.*run\.dir"):
+            log.write(2, {"x": 2.0, "why": "y" * 4096})
+        log.close()  # does not raise again, which would hide the first error
+    with files_end_at(200), pytest.raises(MachineError, match=r"config\.toml cannot be written"):
+        write_atomic(run.config_file, "z" * 4096)
+    assert load([run.config_file]).config == Config()
+
+
+@contextmanager
+def files_end_at(num_bytes: int) -> Iterator[None]:
+    """As on a full disk: writing past `num_bytes` of any file is an OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ---- report -------------------------------------------------------------------------------------------------------------------------

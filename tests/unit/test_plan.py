@@ -1,5 +1,7 @@
 """Laws of the plan: sizes multiply out, every rule is refused with values that work, and a run starts only from what is really there."""
 
+import json
+import random
 import re
 import socket
 from datetime import datetime
@@ -10,16 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gptoss.checkpoint.progress import MARKER
+from megatron_gptoss.config import preflight
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import load, parse_flags
-from megatron_gptoss.config.machine import machine_checks
-from megatron_gptoss.config.memory import count_parameters, engine_memory, trainer_memory
+from megatron_gptoss.config.machine import checkpoints_at_once, machine_checks
+from megatron_gptoss.config.memory import checkpoint_bytes, count_parameters, engine_memory, trainer_memory
 from megatron_gptoss.config.plan import Cluster, make_plan
 from megatron_gptoss.config.preflight import check_inputs, check_run_target, free_port
 from megatron_gptoss.config.rules import divisors, nearest
-from megatron_gptoss.config.schema import ClusterConfig, Config, ModelConfig
+from megatron_gptoss.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from megatron_gptoss.errors import CheckpointError, ConfigError, DataError, GptossError, MachineError
 from megatron_gptoss.obs.run_dir import RunDir, write_atomic
+from megatron_gptoss.tasks.arithmetic import Arithmetic
+from megatron_gptoss.tasks.registry import make_task
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAPTOP = Cluster(num_cpus=2, num_gpus=0)
@@ -40,10 +45,10 @@ def tiny(*arguments: str):
 def test_the_demo_worked_by_hand():
     made = plan(str(CONFIGS / "tiny.toml"), str(CONFIGS / "demo.toml"))
     assert made.run_dir == Path("runs/demo-20260102-120000")
-    assert (made.groups_per_step, made.sequences_per_step, made.sequences_per_minibatch) == (8, 64, 64)
+    assert (made.groups_per_step, made.sequences_per_step, made.sequences_per_minibatch) == (16, 128, 128)
     assert (made.updates_per_step, made.total_updates, made.on_policy) == (1, 40, True)
     assert (made.world_size, made.experts_per_rank, made.engine_max_model_len, made.engine_max_running) == (1, 4, 200, 64)
-    assert made.max_tokens_per_step == 64 * 200
+    assert made.max_tokens_per_step == 128 * 200
     assert made.shortfall == ""
 
 
@@ -103,6 +108,21 @@ def test_expert_parallel_ranks_hold_all_experts_once_together():
     assert engine_memory(alone)[0].num_bytes == 4 * count.total
 
 
+def test_a_checkpoint_holds_every_parameter_once_whatever_the_layout():
+    # Measured for the tiny model: 9,020,133 bytes, of which half a million are random states and Megatron's own lists.
+    assert checkpoint_bytes(tiny().config) == 16 * 529_296
+    assert checkpoint_bytes(tiny("--parallel.data=4", "--parallel.expert=2").config) == 16 * 529_296
+    assert checkpoint_bytes(tiny("--trainer.dtype=bfloat16").config) == 14 * 529_296
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "keep", "count"),
+    [(40, 20, 2, 2), (60, 20, 2, 3), (61, 20, 2, 3), (600, 20, 1, 2), (600, 20, 0, 30), (601, 20, 0, 31), (600, 0, 2, 1), (600, 0, 0, 1)],
+)
+def test_checkpoints_that_a_disk_must_hold_worked_by_hand(steps, every, keep, count):
+    assert checkpoints_at_once(RunConfig(steps=steps, save_every=every, keep_checkpoints=keep)) == count
+
+
 # ---- rules --------------------------------------------------------------------------------------------------------------------------
 
 # Flags that break one rule, and the words the message must have. Keys that are named must be in the message too.
@@ -160,7 +180,11 @@ def test_the_message_of_the_design():
 
 
 def test_shares_that_add_up_to_one_in_decimals_are_accepted():
-    plan("--sft.guess_fraction=0.3", "--sft.stop_fraction=0.3", "--sft.digit_fraction=0.4")
+    for guess, stop, digit in ((0.3, 0.3, 0.4), (0.33, 0.56, 0.11)):  # the sum of the latter is 1.0000000000000002 in floats
+        shares = (f"--sft.guess_fraction={guess}", f"--sft.stop_fraction={stop}", f"--sft.digit_fraction={digit}")
+        plan(*shares)
+        task = make_task(tiny(*shares).config)
+        assert isinstance(task, Arithmetic) and task.demonstration(random.Random(0)).kind != "clean"
 
 
 @settings(deadline=None)  # a busy machine is no failure
@@ -256,6 +280,66 @@ def test_prompt_files_must_be_there_and_hold_something(tmp_path):
     with pytest.raises(ConfigError, match="arithmetic"):
         check_inputs(tiny("--task.name=arithmetik").config)
     check_inputs(tiny().config)
+
+
+def problems(path: Path, count: int, *longer: tuple[int, str]) -> Path:
+    """A GSM8K file of `count` lines, some of them (numbered from 1) with text put before their question."""
+    texts = [f"How much is {n}?" for n in range(1, count + 1)]
+    for line, text in longer:
+        texts[line - 1] = f"{text} {texts[line - 1]}"
+    path.write_text("".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize("line", [1, 5, 77, 300])
+def test_a_prompt_without_room_for_an_answer_is_found_wherever_it_stands_and_the_cure_is_exact(tmp_path, line):
+    # Three bytes a character, so the longest in tokens is not the longest in characters.
+    file = problems(tmp_path / "a.jsonl", 300, (line, "\u65e5" * 300), (150, "a" * 500))
+    flags = ["--task.name=gsm8k", f"--task.path={file}", "--trainer.tokens_per_microbatch=9999"]
+
+    def check(limit: int) -> None:
+        check_inputs(tiny(*flags, f"--rollout.max_sequence_tokens={limit}").config, "train")
+
+    with pytest.raises(ConfigError, match=rf"prompt gsm8k/\w+/{line}/0 \('\u65e5+\.\.\.'\).*max_sequence_tokens = 900") as caught:
+        check(900)
+    found = re.search(r"has (\d+) tokens .* at least (\d+) ", str(caught.value))
+    assert found
+    check(int(found[2]))
+    check(int(found[1]) + 1)  # room for one token
+    with pytest.raises(ConfigError):
+        check(int(found[1]))
+
+
+def test_a_prompt_that_a_task_makes_up_is_measured_too():
+    # 23 tokens with `<|start|>assistant`, as a rollout begins (test_collect.py).
+    with pytest.raises(ConfigError, match=r"prompt arithmetic/.* has 23 tokens .*max_sequence_tokens = 23 "):
+        check_inputs(tiny("--rollout.max_sequence_tokens=23").config)
+
+
+def test_a_split_without_prompts_is_refused_where_the_command_needs_it(tmp_path):
+    file = problems(tmp_path / "a.jsonl", 1)
+    flags = ("--task.name=gsm8k", "--rollout.max_sequence_tokens=2000", f"--task.path={file}")
+    with pytest.raises(DataError, match=r"set task\.eval_path"):
+        check_inputs(tiny(*flags).config, "train")
+    same = tiny(*flags, f"--task.eval_path={file}").config
+    with pytest.raises(DataError, match=r"every problem of task\.path"):
+        check_inputs(same, "train")
+    check_inputs(same, "eval")  # measuring on a file needs no training prompts
+
+
+def test_a_plan_downloads_no_tokenizer(monkeypatch):
+    monkeypatch.delenv("TIKTOKEN_ENCODINGS_BASE", raising=False)
+    monkeypatch.setattr(preflight, "load_tokenizer", lambda config: pytest.fail("asked for a tokenizer that is not on this machine"))
+    check_inputs(load([]).config)
+
+
+def test_packed_weights_are_refused_with_the_way_to_plain_ones(tmp_path):
+    write_hf_config(tiny().config.model, tmp_path)
+    (tmp_path / "model.safetensors").write_text("")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(CheckpointError, match=r"quantization_config \(mxfp4\).*BF16 works"):
+        target(tiny(f"--run.dir={tmp_path}", f"--run.init={tmp_path}"))
 
 
 # ---- ports and the machine ----------------------------------------------------------------------------------------------------------
