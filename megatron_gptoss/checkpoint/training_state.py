@@ -121,11 +121,6 @@ def _sharded_state(
     return state
 
 
-def bytes_needed(model: DistributedDataParallel) -> int:
-    """What a checkpoint of this rank's model takes at most: weights once and three fp32 copies (master weights and both moments)."""
-    return sum(p.numel() * (p.element_size() + 12) for p in model.module.parameters())
-
-
 def save_training_state(
     path: Path,
     *,
@@ -134,10 +129,12 @@ def save_training_state(
     optimizer: ChainedOptimizer,
     schedule: OptimizerParamScheduler,
     progress: Progress,
+    needed_bytes: int = 0,
 ) -> None:
     """Write `path` (all ranks call this). An existing complete checkpoint of that name is kept until the new one is whole.
 
-    Raises CheckpointError when the disk is full or the folder cannot be written; what was complete before stays complete.
+    `needed_bytes`: what all ranks together will write; with less free nothing is begun. Raises CheckpointError when the disk is full or
+    the folder cannot be written; what was complete before stays complete.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     lead = dist.get_rank() == 0
@@ -145,9 +142,9 @@ def save_training_state(
         if lead:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            free, needed = shutil.disk_usage(temporary).free, bytes_needed(model) * dist.get_world_size()
-            if free < needed:
-                raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free, about {needed / 2**20:.1f} MiB needed")
+            free = shutil.disk_usage(temporary).free
+            if free < needed_bytes:
+                raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free, about {needed_bytes / 2**20:.1f} MiB needed")
         dist.barrier()
         _complete_state(optimizer)
         state = _sharded_state(model, optimizer, schedule, loading=False)

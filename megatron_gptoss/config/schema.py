@@ -26,7 +26,7 @@ class RunConfig(Section):
     dir: str = Field(default="runs", description="folder that holds run directories")
     seed: NonNegative = 0
     steps: Positive = 40
-    save_every: NonNegative = Field(default=20, description="steps between checkpoints; 0: only at the end")
+    save_every: NonNegative = Field(default=20, description="steps between checkpoints of `gptoss train`; 0: only at the end")
     keep_checkpoints: NonNegative = Field(
         default=2,
         description="newest complete checkpoints that stay when a further one is whole; 0: all",
@@ -112,6 +112,7 @@ class SftConfig(OptimizerFields):
         default=0.88,
         description="gate: exact probability of copying every operand and result right, on held-out problems",
     )
+    save_every: NonNegative = Field(default=200, description="steps between checkpoints of a warm start; 0: only at the end")
     extra_steps: NonNegative = Field(
         default=300,
         description="steps added, at a tenth of the learning rate or more, while the gate is missed",

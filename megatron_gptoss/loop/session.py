@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import ray
 
-from megatron_gptoss.checkpoint.progress import Progress
+from megatron_gptoss.checkpoint.progress import MARKER, Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.memory import checkpoint_bytes
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +32,7 @@ from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.obs.console import Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
-from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, find_weights, latest_checkpoint
+from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint
 from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rollout.collect import CollectLimits, collect
@@ -311,8 +312,11 @@ class Session:
         self.progress = replace(self.progress, skipped_in_a_row=skipped)
 
     def save(self) -> None:
-        path = self.dir.checkpoint(self.progress.step)
-        self.world.save(path.absolute(), self.progress)
+        """A checkpoint of now; those that are no longer kept go, the marker first, so that none is taken for whole on its way out."""
+        self.world.save(self.dir.checkpoint(self.progress.step).absolute(), self.progress, checkpoint_bytes(self.config))
+        for old in checkpoints_to_remove(self.dir.path, self.config.run.keep_checkpoints):
+            (old / MARKER).unlink()
+            shutil.rmtree(old)
 
 
 def _send_ray_messages_to(log: Path) -> None:

@@ -16,7 +16,7 @@ from typing import cast
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.data.harmony import render_marked
-from megatron_gptoss.errors import ConfigError, RunFailed
+from megatron_gptoss.errors import RunFailed
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.parallel.packing import pack_step
@@ -31,8 +31,6 @@ GATE_TRANSCRIPTS = 200  # held-out; the probability is exact for each, so the re
 def run_sft(loaded: Loaded, plan: RunPlan) -> None:
     with open_session(loaded, plan, "sft") as session:
         c = session.config
-        if not hasattr(session.task, "demonstration"):
-            raise ConfigError(f"task.name = {c.task.name} has no demonstrations to imitate; gptoss sft works with: arithmetic.")
         start(session)
         total = c.sft.steps
         train(session, total)
@@ -94,7 +92,7 @@ def train(session: Session, until: int) -> None:
                 },
             )
             bar.advance(1, f"loss {sum(losses[-20:]) / len(losses[-20:]):.3f}  {tokens / (time.perf_counter() - began):.0f} tokens/s")
-            if c.run.save_every and step % c.run.save_every == 0 and step < until:
+            if c.sft.save_every and step % c.sft.save_every == 0 and step < until:
                 session.save()
 
 

@@ -15,20 +15,14 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import ray
-import safetensors.torch
 from ray.exceptions import RayError, RayTaskError
 
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Bucket = Sequence[tuple[str, Tensor]]  # Hugging Face names and shapes
 
 MAX_TURNS_IN_FLIGHT = 8192  # calls an actor accepts at once; those above max_running wait inside vLLM
 
@@ -145,7 +139,7 @@ class Engine:
         """End a turn early; its `generate` returns what was sampled so far with stop reason "abort". An unknown id is ignored."""
         await self.llm.abort(request_id)
 
-    async def update_weights(self, version: PolicyVersion, buckets: Sequence[Bucket]) -> HeldWeights:
+    async def update_weights(self, version: PolicyVersion, buckets: Sequence[bytes]) -> HeldWeights:
         """Wait for running turns, replace all weights, forget cached prefixes, and return the worker's own account.
 
         Raises: WeightsRefused when any tensor is unknown, misshapen, missing or double; the engine then holds NO_WEIGHTS. EngineDied.
@@ -158,7 +152,7 @@ class Engine:
             try:
                 await self.llm.start_weight_update()
                 for bucket in buckets:
-                    info = {"version": version, "tensors": to_bytes(bucket)}
+                    info = {"version": version, "tensors": bucket}
                     await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
                 await self.llm.finish_weight_update()
                 # Cached keys and values belong to the old weights; reusing one moves log-probs by more than 1 nat.
@@ -300,13 +294,6 @@ def check_request(request: TurnRequest, settings: EngineSettings) -> None:
         raise ValueError(f"{request.request_id}: a deterministic engine needs a seed in every request")
 
 
-def to_bytes(bucket: Bucket) -> bytes:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
-    if len(tensors) != len(bucket):
-        raise ValueError("a name occurs twice in one bucket")
-    return safetensors.torch.save(tensors)
-
-
 def send_output_to(log_path: str) -> None:
     """Point file descriptors 1 and 2 at the log, so that children and C++ code are caught too."""
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
@@ -342,7 +329,7 @@ class EngineHandle:
         await self._call("abort", request_id)
 
     async def update_weights(self, version: PolicyVersion, buckets: Any) -> HeldWeights:
-        """`buckets`: a list of buckets, or a Ray reference to one, which the actor reads by itself."""
+        """`buckets`: a list of buckets (sync/wire.py), or a Ray reference to one, which the actor reads by itself."""
         return await self._call("update_weights", version, buckets)
 
     async def version(self) -> PolicyVersion:

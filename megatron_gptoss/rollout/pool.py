@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_gptoss.errors import EngineFailed
+from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
@@ -226,7 +227,8 @@ class EnginePool:
     def _fail(self, slot: Slot, why: str) -> EngineFailed:
         """The pool's end: remembered, so that no turn is served by the engines that are left."""
         engine = slot.engine
-        log = f"log {engine.log_path} ends with:\n{tail(engine.log_path)}"
+        tail = "\n".join(f"  {line}" for line in last_lines(Path(engine.log_path), LOG_LINES_SHOWN))
+        log = f"log {engine.log_path} ends with:\n{tail}"
         failure = EngineFailed(f"rollout engine {engine.name} (pid {engine.pid}): {why}\n{log}")
         self.failure = self.failure or failure
         return failure
@@ -238,11 +240,3 @@ async def within[Answer](timeout_s: float, answer: Awaitable[Answer], what: str)
         return await asyncio.wait_for(answer, timeout_s)
     except TimeoutError:
         raise EngineDied(f"{what} took longer than {timeout_s:g} s") from None
-
-
-def tail(log_path: str) -> str:
-    try:
-        lines = Path(log_path).read_text(errors="replace").splitlines()
-    except OSError as error:
-        return f"(not readable from here: {error})"
-    return "\n".join(lines[-LOG_LINES_SHOWN:]) or "(empty)"

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from megatron_gptoss.checkpoint.weight_map import export_hf, hf_shapes
 from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.model.gpt_oss import GptOssModel
 from megatron_gptoss.sync.plan import plan_buckets
+from megatron_gptoss.sync.wire import Bucket
 
 BUCKET_BYTES = 512 * 2**20
-
-Bucket = list[tuple[str, Tensor]]
 
 
 def gather_buckets(module: GptOssModel, model: ModelConfig, *, limit_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
+from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import MicroBatch, StepStats
@@ -29,13 +30,6 @@ LOG_LINES = 12
 class RankResources:
     cpus: float
     gpus: float
-
-
-def log_tail(path: Path, lines: int = LOG_LINES) -> str:
-    try:
-        return "\n".join("  " + line for line in path.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return "  (no log)"
 
 
 class TrainingWorld:
@@ -101,7 +95,8 @@ class TrainingWorld:
         log = self.log(rank)
         with log.open("a") as file:
             file.write(f"{error}\n")  # the rank's own traceback, which otherwise nobody would see
-        return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {log}:\n{log_tail(log)}")
+        tail = "\n".join(f"  {line}" for line in last_lines(log, LOG_LINES))
+        return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {log}:\n{tail}")
 
     def _expired(self, phase: str, missing: list[int]) -> DeadlineExpired:
         for rank in missing:
@@ -140,8 +135,8 @@ class TrainingWorld:
     def export_weights(self) -> ExportedWeights:
         return self._same("gather the weights", "export_weights")[0]
 
-    def save(self, path: Path, progress: Progress) -> None:
-        self._same("save", "save", str(path), progress)
+    def save(self, path: Path, progress: Progress, needed_bytes: int) -> None:
+        self._same("save", "save", str(path), progress, needed_bytes)
 
     def stop(self) -> None:
         for actor in self.actors:

@@ -57,7 +57,7 @@ class TrainerSettings:
 class ExportedWeights:
     """Handle of the policy's weights in the object store, and what the receiver must find."""
 
-    buckets: ray.ObjectRef  # of a list of buckets of (name, tensor)
+    buckets: ray.ObjectRef  # of a list of buckets, each safetensors bytes
     num_tensors: int
     digest: int
 
@@ -92,15 +92,18 @@ class TrainerWorker:
 
     def start(self, host: str, port: int) -> int:
         """Join the world, build the model, load the first weights. Returns the number of parameters on this rank."""
-        from megatron_gptoss.model import cpu  # must come before Megatron builds anything
-
-        cpu.install()
         import torch
 
+        plain_loader = torch.storage._load_from_bytes
+        from megatron_gptoss.model import cpu
+
+        cpu.install()  # before Megatron builds anything
         from megatron_gptoss.checkpoint.training_state import load_training_state
         from megatron_gptoss.parallel.groups import init_groups, join_meeting
         from megatron_gptoss.trainer.step import Trainer
 
+        # Megatron puts its own loader into every tensor that this process pickles; the driver would have to import Megatron to read one.
+        torch.storage._load_from_bytes = plain_loader
         s = self.settings
         torch.set_num_threads(s.trainer.threads_per_rank)
         if s.use_gpu:
@@ -150,21 +153,28 @@ class TrainerWorker:
         import ray
 
         from megatron_gptoss.sync.gather import gather_buckets
-        from megatron_gptoss.sync.verify import digest
+        from megatron_gptoss.sync.verify import MASK, digest
+        from megatron_gptoss.sync.wire import to_bytes
 
-        buckets = list(gather_buckets(self.trainer.module, self.settings.model))
-        if self.rank != 0:
-            return None
-        tensors = [item for bucket in buckets for item in bucket]
-        on_host = [[(name, tensor.cpu()) for name, tensor in bucket] for bucket in buckets]
-        return ExportedWeights(ray.put(on_host), len(tensors), digest(tensors))
+        total, count, wire = 0, 0, []
+        for bucket in gather_buckets(self.trainer.module, self.settings.model):
+            if self.rank == 0:
+                total, count = (total + digest(bucket)) & MASK, count + len(bucket)
+                wire.append(to_bytes(bucket))
+        return ExportedWeights(ray.put(wire), count, total) if self.rank == 0 else None
 
-    def save(self, path: str, progress: Progress) -> None:
+    def save(self, path: str, progress: Progress, needed_bytes: int) -> None:
         from megatron_gptoss.checkpoint.training_state import save_training_state
 
         t = self.trainer
         save_training_state(
-            Path(path), config=self.settings.model, model=t.model, optimizer=t.optimizer, schedule=t.schedule, progress=progress
+            Path(path),
+            config=self.settings.model,
+            model=t.model,
+            optimizer=t.optimizer,
+            schedule=t.schedule,
+            progress=progress,
+            needed_bytes=needed_bytes,
         )
 
 

@@ -26,6 +26,7 @@ from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, WeightsRefused, start_engine
 from megatron_gptoss.rollout.pool import EnginePool
 from megatron_gptoss.sync.verify import NO_WEIGHTS, digest
+from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.types import TurnRequest, TurnResult
 
 WINDOW, VOCABULARY, MAX_LEN = 32, 512, 512
@@ -77,6 +78,10 @@ def buckets_of(model: GptOssForCausalLM, num_buckets: int = 3) -> list[list[tupl
     return [named[at::num_buckets] for at in range(num_buckets)]
 
 
+def wire(buckets: list[list[tuple[str, torch.Tensor]]]) -> list[bytes]:
+    return [to_bytes(bucket) for bucket in buckets]
+
+
 def digest_of(model: GptOssForCausalLM) -> int:
     return digest(model.named_parameters())
 
@@ -125,7 +130,7 @@ class Bench:
         return EngineSettings(**(base | {"log_path": str(self.folder / f"{name}.log"), "kv_cache_gib": 0.25} | changes))
 
     async def push(self, model: GptOssForCausalLM, version: int) -> None:
-        held = await self.engine.update_weights(version, buckets_of(model))
+        held = await self.engine.update_weights(version, wire(buckets_of(model)))
         assert (held.version, held.num_tensors, held.digest) == (version, len(list(model.named_parameters())), digest_of(model))
 
 
@@ -276,7 +281,7 @@ def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Ca
 def test_a_spoilt_update_is_refused_and_nothing_is_served_until_a_whole_one(bench: Bench, spoil: Callable, message: str) -> None:
     async def story() -> None:
         with pytest.raises(WeightsRefused, match=message):
-            await bench.engine.update_weights(20, spoil(buckets_of(bench.b)))
+            await bench.engine.update_weights(20, wire(spoil(buckets_of(bench.b))))
         assert await bench.engine.version() == NO_WEIGHTS
         with pytest.raises(WeightsRefused):
             await bench.engine.generate(ask(make_prompt(8)))
@@ -338,7 +343,7 @@ def test_turns_survive_both_ways_of_dying_bit_for_bit_and_no_process_is_left(ben
             return turns
 
         try:
-            await pool.publish(5, ray.put(buckets_of(bench.b)), digest_of(bench.b))
+            await pool.publish(5, ray.put(wire(buckets_of(bench.b))), digest_of(bench.b))
             asked = requests(tokens=400)
             for request, turn in zip(asked, await kill_while_sampling("actor", asked), strict=True):
                 assert turn.version == 5 and gap(bench.b, request.token_ids, turn) < PARITY
@@ -353,7 +358,7 @@ def test_turns_survive_both_ways_of_dying_bit_for_bit_and_no_process_is_left(ben
             assert pid is not None
             seen.extend([psutil.Process(pid), *psutil.Process(pid).children(recursive=True)])
             with pytest.raises(EngineFailed, match=r"digest .* confirms version 6 with digest"):
-                await pool.publish(6, ray.put(buckets_of(bench.a)), digest_of(bench.a) ^ 1)
+                await pool.publish(6, ray.put(wire(buckets_of(bench.a))), digest_of(bench.a) ^ 1)
         finally:
             await pool.close()
         assert len(seen) >= 6 and not psutil.wait_procs(seen, timeout=5)[1]

@@ -170,7 +170,7 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_is_whole(warm, tmp_pat
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(disk)], check=True)
     try:
-        flags = ["--sft.steps=30", "--run.save_every=10", "--sft.min_copy_probability=0.0", "--sft.sequences_per_step=4"]
+        flags = ["--sft.steps=30", "--sft.save_every=10", "--sft.min_copy_probability=0.0", "--sft.sequences_per_step=4"]
         done = gptoss("sft", *CONFIGS, *flags, f"--run.dir={disk}", "--run.name=full", "--run.id=0", cwd=tmp_path)
         assert done.returncode == 2, done.stdout + done.stderr
         assert "CheckpointError: cannot save" in done.stderr
@@ -191,3 +191,41 @@ def test_experts_over_two_ranks_give_the_losses_of_one(tmp_path):
     for step in one:
         assert two[step]["train/loss"] == pytest.approx(one[step]["train/loss"], abs=1e-5), f"step {step}"
         assert two[step]["grad/norm"] == pytest.approx(one[step]["grad/norm"], rel=1e-4), f"step {step}"
+
+
+def test_two_expert_ranks_train_as_one_and_a_longer_run_resumes(undisturbed, warm, tmp_path):
+    """Same seeds, same weights: the engine samples the same rollouts, so the first update must be that of one rank."""
+    reference, _ = undisturbed
+    flags = [*DETERMINISTIC, "--run.id=two", "--parallel.data=2", "--parallel.expert=2", "--run.steps=1", "--init", str(warm)]
+    must("train", *flags, cwd=tmp_path)
+    run = tmp_path / "runs" / "demo-two"
+    one, two = metrics(reference)[1], metrics(run)[1]
+    assert two["rollout/tokens"] == one["rollout/tokens"]
+    assert two["policy/ratio_max_abs_dev"] == 0.0
+    assert two["mismatch/logp_abs_max"] < 1e-4
+    assert two["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
+    assert two["grad/norm"] == pytest.approx(one["grad/norm"], rel=1e-4)
+
+    must("train", "--resume", str(run), "--run.steps=2", cwd=tmp_path)
+    rows = metrics(run)
+    assert sorted(rows) == [0, 1, 2]
+    assert rows[2]["policy/version"] == 2
+    assert rows[2]["mismatch/logp_abs_max"] < 1e-4, "the engine was given the restored weights"
+
+
+def test_ctrl_c_while_starting_ends_everything(warm, tmp_path):
+    driver = gptoss("train", *CONFIGS, *SMALL, "--run.id=c", "--init", str(warm), cwd=tmp_path, background=True)
+    log = tmp_path / "runs" / "demo-c" / "logs" / "trainer-0.log"
+    try:
+        wait_for(lambda: driver.poll() is not None or log.exists(), "the trainer's start")
+        time.sleep(2.0)
+        family = tree(driver.pid)
+        driver.send_signal(signal.SIGINT)
+        driver.wait(timeout=60)
+    finally:
+        driver.kill()
+    text = (tmp_path / "terminal.txt").read_text()
+    assert driver.returncode == 130, text
+    assert "interrupted" in text
+    assert "Traceback" not in text
+    wait_for(lambda: not alive(family), f"the end of {alive(family)}", timeout=20)

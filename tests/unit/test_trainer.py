@@ -160,12 +160,18 @@ class TestNotFinite:
 
 
 class TestResume:
-    def save(self, t, path, step=2):
+    def save(self, t, path, step=2, needed_bytes=0):
         from megatron_gptoss.checkpoint.progress import Progress
         from megatron_gptoss.checkpoint.training_state import save_training_state
 
         save_training_state(
-            path, config=MILD, model=t.model, optimizer=t.optimizer, schedule=t.schedule, progress=Progress(step, step, 7, 0)
+            path,
+            config=MILD,
+            model=t.model,
+            optimizer=t.optimizer,
+            schedule=t.schedule,
+            progress=Progress(step, step, 7, 0),
+            needed_bytes=needed_bytes,
         )
 
     def load(self, t, path, with_optimizer=True):
@@ -213,7 +219,7 @@ class TestResume:
         t.update(packed(samples(4, seed=16)), how())
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
         with pytest.raises(CheckpointError, match=r"step-2.*step-1, is intact"):
-            self.save(t, tmp_path / "step-2")
+            self.save(t, tmp_path / "step-2", needed_bytes=101)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1"]
         other = trainer(one_rank, seed=99)
         self.load(other, tmp_path / "step-1")
