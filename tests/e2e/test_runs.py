@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.helpers.runs import CONFIGS, ROOT, SMALL, alive, gptoss, metrics, must, timeless, tree, wait_for
+from tests.helpers.runs import CONFIGS, ROOT, SMALL, alive, finished, gptoss, metrics, must, timeless, tree, wait_for
 
 DETERMINISTIC = [*CONFIGS, str(ROOT / "configs" / "deterministic.toml"), *SMALL]
 
@@ -117,7 +117,7 @@ def test_an_engine_killed_in_the_middle_of_a_step_is_replaced(warm, tmp_path):
     )  # fmt: skip
     run = tmp_path / "runs" / "demo-k"
     try:
-        wait_for(lambda: driver.poll() is not None or (run / "rollouts" / "step-1.jsonl").exists(), "step 1")
+        wait_for(lambda: driver.poll() is not None or finished(run, 1), "step 1")
         time.sleep(1.0)  # step 2's 512 conversations take several seconds
         (engine,) = [p for p in tree(driver.pid) if p.name().startswith("ray::Engine")]
         before = tree(driver.pid)
@@ -144,7 +144,7 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_with_its_name_and_log(wa
     )  # fmt: skip
     run = tmp_path / "runs" / "demo-k"
     try:
-        wait_for(lambda: driver.poll() is not None or (run / "rollouts" / "step-1.jsonl").exists(), "step 1")
+        wait_for(lambda: driver.poll() is not None or finished(run, 1), "step 1")
         time.sleep(1.0)
         family = tree(driver.pid)
         core = [p for p in family if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline())]

@@ -43,6 +43,12 @@ def metrics(run: Path) -> dict[int, dict]:
     return {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
 
 
+def finished(run: Path, step: int) -> bool:
+    """The step is written down whole, so the next one has begun."""
+    file = run / "metrics.jsonl"
+    return file.exists() and any(line.startswith(f'{{"step": {step},') and line.endswith("\n") for line in file.open())
+
+
 def timeless(row: dict) -> dict:
     """A step's metrics without those that are a clock's."""
     return {k: v for k, v in row.items() if not k.startswith("time") and not k.endswith("tokens_per_s")}
