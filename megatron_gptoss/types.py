@@ -146,7 +146,7 @@ class StepStats:
     learning_rate: float  # train/lr
     num_tokens: int  # train/tokens, trained tokens
     num_updates: int  # train/updates, optimizer updates made; above 0 the weights have changed
-    skipped: bool  # train/skipped, True when an update was refused; those after it were not tried
+    skipped: bool  # True when an update was refused; those after it were not tried
     ratio_max_abs_dev: float  # policy/ratio_max_abs_dev
     clip_fraction: float  # policy/clip_fraction
     entropy: float  # policy/entropy, nats per trained token

@@ -42,7 +42,7 @@ from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
 from megatron_gptoss.trainer.start import RankResources, TrainingWorld
 from megatron_gptoss.trainer.worker import FirstWeights, TrainerSettings
-from megatron_gptoss.types import Prompt, RolloutGroup, Sample, StepStats
+from megatron_gptoss.types import MicroBatch, Prompt, RolloutGroup, Sample, StepStats
 
 T = TypeVar("T")
 
@@ -281,13 +281,17 @@ class Session:
                 )
             )
 
+    def pack(self, samples: Sequence[Sample], *, minibatches: int = 1) -> list[list[list[MicroBatch]]]:
+        """`result[m][rank]` are the microbatches of update m."""
+        ranks, budget = self.plan.data_parallel, self.config.trainer.tokens_per_microbatch
+        return pack_step(samples, minibatches=minibatches, ranks=ranks, tokens_per_microbatch=budget)
+
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         """The trainer's log-probs of each sample's trained tokens, in the samples' order."""
-        ranks, budget = self.plan.data_parallel, self.config.trainer.tokens_per_microbatch
-        packed = pack_step(samples, minibatches=1, ranks=ranks, tokens_per_microbatch=budget)
+        packed = self.pack(samples)
         scores = self.world.score(packed, self.config.rollout.temperature)
         found: dict[str, list[float]] = {s.name: [] for s in samples}
-        for rank in range(ranks):
+        for rank in range(self.plan.data_parallel):
             for batch, score in zip(packed[0][rank], scores[rank][0], strict=True):
                 for owner, logp in zip(batch.sample_N.tolist(), score.logp_N.tolist(), strict=True):
                     found[batch.names[owner]].append(logp)

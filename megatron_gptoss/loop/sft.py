@@ -19,7 +19,6 @@ from megatron_gptoss.data.harmony import render_marked
 from megatron_gptoss.errors import RunFailed
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.obs.plan_table import plan_rows
-from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.tasks.base import Demonstrator
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.types import Sample
@@ -67,12 +66,7 @@ def train(session: Session, until: int) -> None:
     with session.console.progress("warm start", total=until - session.progress.step, unit="steps") as bar:
         while session.progress.step < until:
             step = session.progress.step + 1
-            batch = pack_step(
-                demonstrations(session, step),
-                minibatches=1,
-                ranks=session.plan.data_parallel,
-                tokens_per_microbatch=c.trainer.tokens_per_microbatch,
-            )
+            batch = session.pack(demonstrations(session, step))
             with session.clock("update"):
                 stats = session.world.update(batch, replace(how, label=f"sft-{step}"))
             session.note_skip(step, stats)

@@ -18,7 +18,6 @@ from megatron_gptoss.loop.parity import check_parity
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.obs.report import write_report
-from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.rl.advantages import Kept, keep_informative
 from megatron_gptoss.rl.samples import make_samples
 from megatron_gptoss.rollout.archive import write_archive
@@ -35,7 +34,7 @@ def run_training(loaded: Loaded, plan: RunPlan) -> None:
             groups = take_rollouts(session, step)
             kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
             samples = make_samples(kept.groups, divide_by_std=session.config.rl.advantage == "group")
-            stats = update(session, step, samples)
+            stats = update(session, step, samples) if samples else measure(session, groups)
             publish(session, stats)
             record(session, step, groups, kept, stats)
             save_and_evaluate_if_due(session, step)
@@ -90,24 +89,30 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
     return groups
 
 
-def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats | None:
-    """Score when the update is not on-policy, then update. None when there is nothing to learn from."""
-    if not samples:
-        return None
-    c, plan = session.config, session.plan
-    batch = pack_step(
-        samples,
-        minibatches=c.rl.minibatches,
-        ranks=plan.data_parallel,
-        tokens_per_microbatch=c.trainer.tokens_per_microbatch,
-    )
+def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats:
+    """Score when the update is not on-policy, then update."""
+    c = session.config
+    batch = session.pack(samples, minibatches=c.rl.minibatches)
     with session.clock("score"):
-        old = None if plan.on_policy else session.world.score(batch, c.rollout.temperature)
+        old = None if session.plan.on_policy else session.world.score(batch, c.rollout.temperature)
     how = Update(policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}")
     with session.clock("update"):
         stats = session.world.update(batch, how, old)
     session.note_skip(step, stats)
     return stats
+
+
+def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | None:
+    """No group has anything to teach, so nothing is updated; how far trainer and engine stand apart is measured all the same.
+
+    None when no rollout has a token to measure.
+    """
+    samples = make_samples(groups, divide_by_std=False)
+    if not samples:
+        return None
+    how = Update(policy=session.config.rl, temperature=session.config.rollout.temperature)
+    with session.clock("score"):
+        return session.world.measure(session.pack(samples)[0], how)
 
 
 def publish(session: Session, stats: StepStats | None) -> None:
@@ -130,7 +135,7 @@ def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Ke
         values[f"time/{part}_s"] = seconds.get(part, 0.0)
     values["time/step_s"] = time.perf_counter() - session.step_began
     values["rollout/tokens_per_s"] = values["rollout/tokens"] / seconds["rollout"]
-    if stats is not None:
+    if "update" in seconds and stats is not None:
         values["train/tokens_per_s"] = stats.num_tokens / seconds["update"]
     values["policy/version"] = session.progress.policy_version
     session.progress = replace(session.progress, step=step)
@@ -161,16 +166,15 @@ def rollout_metrics(groups: Sequence[RolloutGroup], kept: Kept) -> dict[str, flo
 
 
 def step_metrics(stats: StepStats | None) -> dict[str, float]:
-    """StepStats under the names of metrics.jsonl. A step without samples has only `train/skipped`."""
+    """StepStats under the names of metrics.jsonl. `train/skipped` says that the step made no update, for whatever reason."""
     if stats is None:
-        return {"train/skipped": 1.0}
-    return {
+        return {"train/updates": 0.0, "train/skipped": 1.0}
+    values = {
         "train/loss": stats.loss,
         "train/lr": stats.learning_rate,
         "train/tokens": float(stats.num_tokens),
         "train/updates": float(stats.num_updates),
-        "train/skipped": float(stats.skipped),
-        "grad/norm": stats.grad_norm,
+        "train/skipped": float(stats.num_updates == 0),
         "policy/ratio_max_abs_dev": stats.ratio_max_abs_dev,
         "policy/clip_fraction": stats.clip_fraction,
         "policy/entropy": stats.entropy,
@@ -182,6 +186,7 @@ def step_metrics(stats: StepStats | None) -> dict[str, float]:
         "mismatch/ess": stats.ess,
         "mismatch/truncated_fraction": stats.truncated_fraction,
     }
+    return values | ({"grad/norm": stats.grad_norm} if stats.num_updates or stats.skipped else {})
 
 
 def save_and_evaluate_if_due(session: Session, step: int) -> None:

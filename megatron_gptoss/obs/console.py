@@ -134,7 +134,7 @@ def step_line(step: int, total: int, values: Mapping[str, float | int | bool | s
         if isinstance(value, int | float):
             words.append(f"{word} {value:{form}}")
     if values.get("train/skipped"):
-        words.append("update skipped")
+        words.append("no update")
     split = [(p, values[f"time/{p}_s"]) for p in PHASES if f"time/{p}_s" in values]
     whole = values.get("time/step_s")
     if isinstance(whole, int | float):

@@ -132,6 +132,10 @@ class TrainingWorld:
         arguments = [([m[rank] for m in minibatches], how, None if old is None else old[rank]) for rank in range(len(self.actors))]
         return self._all("update", "update", arguments)[0]
 
+    def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
+        """`minibatch[rank]` are microbatches. What an update would measure, without making one."""
+        return self._all("measure", "measure", [(minibatch[rank], how) for rank in range(len(self.actors))])[0]
+
     def export_weights(self) -> ExportedWeights:
         return self._same("gather the weights", "export_weights")[0]
 

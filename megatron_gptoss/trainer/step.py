@@ -180,13 +180,26 @@ class Trainer:
                 problem = self._explain(minibatches[i], how, old_i, ref_i)
                 break
         self._count_skips(stepped, problem)
+        made = len(norms) - (not stepped)
+        return self._stats(first, every, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
+
+    @torch.no_grad()
+    def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
+        """What an update would measure, without making one: for a step whose rollouts have nothing to teach."""
+        totals = Totals.empty(self.device)
+        for batch in minibatch:
+            self._loss(batch, self._forward(self._here(batch), how.temperature, self.model), how, None, None, totals)
+        self._over_ranks(totals)
+        return self._stats(totals, totals, grad_norm=0.0, num_updates=0, skipped=False, problem="")
+
+    def _stats(self, first: Totals, every: Totals, *, grad_norm: float, num_updates: int, skipped: bool, problem: str) -> StepStats:
         return StepStats(
             loss=first.mean("loss"),
-            grad_norm=sum(norms) / len(norms),
+            grad_norm=grad_norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             num_tokens=int(first.sum("tokens")),
-            num_updates=len(norms) - (not stepped),
-            skipped=not stepped,
+            num_updates=num_updates,
+            skipped=skipped,
             ratio_max_abs_dev=every.maximum("ratio_dev"),
             clip_fraction=every.mean("clipped"),
             entropy=first.mean("entropy"),
@@ -199,6 +212,11 @@ class Trainer:
             truncated_fraction=first.mean("truncated"),
             problem=problem,
         )
+
+    def _over_ranks(self, totals: Totals) -> None:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(totals.sums, group=group)
+        dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
 
     def _accumulate(
         self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None
@@ -227,9 +245,7 @@ class Trainer:
             micro_batch_size=1,
             forward_only=False,
         )
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(totals.sums, group=group)
-        dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
+        self._over_ranks(totals)
         return totals
 
     def _loss(

@@ -148,6 +148,9 @@ class TrainerWorker:
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None) -> StepStats:
         return self.trainer.update(minibatches, how, old)
 
+    def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
+        return self.trainer.measure(minibatch, how)
+
     def export_weights(self) -> ExportedWeights | None:
         """Put the policy's weights into the object store. Collective; only rank 0 returns something."""
         import ray

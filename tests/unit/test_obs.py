@@ -206,7 +206,7 @@ def test_the_line_of_a_step():
     assert step_line(2, 40, values) == (
         "step  2/40  reward 0.75  mismatch 3e-06  grad 0.31  entropy 0.040  6.8 s (rollout 6.1 score 0.0 update 0.3 sync 0.1)"
     )
-    assert step_line(2, 40, {"train/skipped": True}) == "step  2/40  update skipped"
+    assert step_line(2, 40, {"train/skipped": True}) == "step  2/40  no update"
 
 
 def test_a_pipe_gets_one_line_for_a_long_phase_none_for_a_short_one_and_no_control_characters():

@@ -88,6 +88,18 @@ def test_off_policy_the_first_update_has_ratio_one_and_the_second_has_not(one_ra
     assert t.schedule.num_steps == 4
 
 
+def test_measuring_says_what_an_update_would_and_changes_nothing(one_rank):
+    t = trainer(one_rank)
+    before = t.fingerprint()
+    batch = packed(samples(5, seed=17), budget=50)
+    seen = t.measure(batch[0], how())
+    assert t.fingerprint() == before
+    assert seen.num_updates == 0
+    done = t.update(batch, how())
+    assert (seen.loss, seen.k3, seen.logp_abs_max, seen.entropy) == (done.loss, done.k3, done.logp_abs_max, done.entropy)
+    assert seen.ratio_max_abs_dev == 0.0
+
+
 def test_kl_to_the_reference_is_zero_at_first_and_grows(one_rank):
     t = trainer(one_rank)
     t.keep_reference()
