@@ -81,11 +81,10 @@ class Session:
         ending.callback(self.task.close)
         self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
         self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
-        if self.config.run.init:
-            # The very checkpoint, once and for all: a run directory may grow a newer one, and a resume may be called from elsewhere.
-            where = str(find_weights(Path(self.config.run.init)).path.absolute())
-            self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": where})})
         self.first_weights = self._first_weights()
+        if self.first_weights.path and self.checkpoint is None:
+            # The very checkpoint, once and for all: a run directory may grow a newer one, and a resume may be called from elsewhere.
+            self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": self.first_weights.path})})
         self._metrics: MetricsLog | None = None
         if self.checkpoint is None:
             self.dir = RunDir.create(plan.run_dir, self.config)
@@ -173,7 +172,7 @@ class Session:
         if not self.config.run.init:
             return FirstWeights("random")
         source = find_weights(Path(self.config.run.init))
-        return FirstWeights("hf" if source.kind == "huggingface" else "checkpoint", str(source.path))
+        return FirstWeights("hf" if source.kind == "huggingface" else "checkpoint", str(source.path.absolute()))
 
     def make_engines(self) -> None:
         c, plan = self.config, self.plan

@@ -196,7 +196,9 @@ def test_experts_over_two_ranks_give_the_losses_of_one(tmp_path):
 def test_two_expert_ranks_train_as_one_and_a_longer_run_resumes(undisturbed, warm, tmp_path):
     """Same seeds, same weights: the engine samples the same rollouts, so the first update must be that of one rank."""
     reference, _ = undisturbed
-    flags = [*DETERMINISTIC, "--run.id=two", "--parallel.data=2", "--parallel.expert=2", "--run.steps=1", "--init", str(warm)]
+    start = tmp_path / "start"
+    shutil.copytree(warm, start)
+    flags = [*DETERMINISTIC, "--run.id=two", "--parallel.data=2", "--parallel.expert=2", "--run.steps=1", "--init", str(start)]
     must("train", *flags, cwd=tmp_path)
     run = tmp_path / "runs" / "demo-two"
     one, two = metrics(reference)[1], metrics(run)[1]
@@ -206,6 +208,7 @@ def test_two_expert_ranks_train_as_one_and_a_longer_run_resumes(undisturbed, war
     assert two["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
     assert two["grad/norm"] == pytest.approx(one["grad/norm"], rel=1e-4)
 
+    shutil.rmtree(start)  # a resumed run does not need what it once started from
     must("train", "--resume", str(run), "--run.steps=2", cwd=tmp_path)
     rows = metrics(run)
     assert sorted(rows) == [0, 1, 2]
