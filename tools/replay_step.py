@@ -52,12 +52,15 @@ def replay(run: Path, step: int) -> int:
     if not (checkpoint / MARKER).is_file():
         raise CheckpointError(f"{checkpoint} is no complete checkpoint; replaying step {step} needs the state after step {step - 1}.")
     recorded = next((row for row in read_metrics(source.metrics_file) if row["step"] == step), None)
-    if recorded is None or "train/loss" not in recorded:
+    if recorded is None or "grad/norm" not in recorded:
         raise DataError(f"{source.metrics_file} has no update at step {step}.")
     groups = read_archive(source.rollouts / f"step-{step}.jsonl")
 
     with tempfile.TemporaryDirectory(prefix="gptoss-replay-") as scratch, ExitStack() as ending:
-        loaded = load([source.config_file], [Flag("run.dir", scratch, "replay")])
+        elsewhere = [Flag("run.dir", scratch, "replay")]
+        if load([source.config_file]).config.rl.kl_coef == 0.0:
+            elsewhere.append(Flag("run.init", "", "replay"))  # only the KL term's reference comes from there; it may be gone
+        loaded = load([source.config_file], elsewhere)
         plan = make_plan(loaded, detect_cluster())
         session = Session(loaded, plan, "train", ending)
         session.start_ray(num_actors=plan.world_size)

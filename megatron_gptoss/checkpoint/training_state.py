@@ -156,8 +156,8 @@ def save_training_state(
             _flush_to_disk(temporary)
             (temporary / MARKER).write_text(f"step {progress.step}\n")
             _flush_to_disk(temporary)
-            if path.exists():
-                shutil.rmtree(path)
+            if path.exists():  # at no moment may a torn folder carry the final name
+                shutil.rmtree(path.rename(path.with_name(f".tmp-old-{path.name}")))
             temporary.replace(path)
         dist.barrier()
     except (OSError, CheckpointingException, CheckpointException) as error:

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import ray
 
-from megatron_gptoss.checkpoint.progress import MARKER, Progress
+from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
-from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.load import Loaded, load
 from megatron_gptoss.config.memory import checkpoint_bytes
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.schema import Config, OptimizerFields
@@ -81,10 +81,13 @@ class Session:
         ending.callback(self.task.close)
         self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
         self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
+        if self.checkpoint is not None and not self.config.run.init:
+            # A resume with configuration files of its own does not change where the run once started.
+            self._set_init(load([RunDir(plan.run_dir).config_file]).config.run.init)
         self.first_weights = self._first_weights()
         if self.first_weights.path and self.checkpoint is None:
             # The very checkpoint, once and for all: a run directory may grow a newer one, and a resume may be called from elsewhere.
-            self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": self.first_weights.path})})
+            self._set_init(self.first_weights.path)
         self._metrics: MetricsLog | None = None
         if self.checkpoint is None:
             self.dir = RunDir.create(plan.run_dir, self.config)
@@ -95,6 +98,9 @@ class Session:
         self._pool: EnginePool | None = None
         self._counts_before = PoolCounts()
         self.step_began = time.perf_counter()
+
+    def _set_init(self, path: str) -> None:
+        self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": path})})
 
     def _open_records(self, resumed_step: int | None) -> None:
         if resumed_step is not None:
@@ -315,11 +321,10 @@ class Session:
         self.progress = replace(self.progress, skipped_in_a_row=skipped)
 
     def save(self) -> None:
-        """A checkpoint of now; those that are no longer kept go, the marker first, so that none is taken for whole on its way out."""
+        """A checkpoint of now; those that are no longer kept go, renamed first, so that none is taken for whole on its way out."""
         self.world.save(self.dir.checkpoint(self.progress.step).absolute(), self.progress, checkpoint_bytes(self.config))
         for old in checkpoints_to_remove(self.dir.path, self.config.run.keep_checkpoints):
-            (old / MARKER).unlink()
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")), ignore_errors=True)
 
 
 def _send_ray_messages_to(log: Path) -> None:

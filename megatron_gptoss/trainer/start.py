@@ -5,8 +5,10 @@ In: settings. Out: the ranks' results, rank 0 first, or one error that names the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +57,7 @@ class TrainingWorld:
             ).remote(settings, rank)
             for rank in range(settings.shape.world)
         ]
-        self.pids: list[int] = []
+        self.places: list[tuple[str, int]] = []  # host and pid of each rank
         self._last = "launch"
 
     def log(self, rank: int) -> Path:
@@ -100,13 +102,12 @@ class TrainingWorld:
 
     def _expired(self, phase: str, missing: list[int]) -> DeadlineExpired:
         for rank in missing:
-            if rank < len(self.pids):
-                try:
-                    os.kill(self.pids[rank], signal.SIGUSR1)
-                except OSError:  # on another node, or gone
-                    continue
+            # A pid of another node may be anybody's here.
+            if rank < len(self.places) and self.places[rank][0] == socket.gethostname():
+                with contextlib.suppress(OSError):
+                    os.kill(self.places[rank][1], signal.SIGUSR1)
         logs = ", ".join(str(self.log(rank)) for rank in missing)
-        stacks = f"Stacks were written to {logs}." if self.pids else f"Their logs: {logs}."
+        stacks = f"Stacks were written to {logs}." if self.places else f"Their logs: {logs}."
         return DeadlineExpired(
             f"the trainer did not {phase} within {self.timeout_s:.0f} s (trainer.step_timeout_s); waiting for rank {missing}. "
             f"Last finished: {self._last}. {stacks}"
@@ -116,7 +117,7 @@ class TrainingWorld:
 
     def start(self) -> int:
         """Build all ranks. Returns the parameters of rank 0."""
-        self.pids = self._same("start", "pid")
+        self.places = self._same("start", "place")
         meeting = self._one("open a port", "open_meeting")
         return self._same("build the model", "start", *meeting)[0]
 

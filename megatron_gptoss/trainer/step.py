@@ -187,8 +187,12 @@ class Trainer:
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
         """What an update would measure, without making one: for a step whose rollouts have nothing to teach."""
         totals = Totals.empty(self.device)
-        for batch in minibatch:
-            self._loss(batch, self._forward(self._here(batch), how.temperature, self.model), how, None, None, totals)
+        ref = None
+        if how.policy is not None and how.policy.kl_coef > 0.0:
+            ref = self.score(minibatch, temperature=how.temperature, reference=True)
+        for j, batch in enumerate(minibatch):
+            scores = self._forward(self._here(batch), how.temperature, self.model)
+            self._loss(batch, scores, how, None, ref[j] if ref else None, totals)
         self._over_ranks(totals)
         return self._stats(totals, totals, grad_norm=0.0, num_updates=0, skipped=False, problem="")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -77,8 +78,8 @@ class TrainerWorker:
         # On a deadline the driver asks for the stacks of all threads; they land in this rank's log.
         faulthandler.register(signal.SIGUSR1, file=self._log, all_threads=True)
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> tuple[str, int]:
+        return socket.gethostname(), os.getpid()
 
     def open_meeting(self) -> tuple[str, int]:
         """Rank 0 only: host and port at which the others will find it."""

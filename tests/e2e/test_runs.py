@@ -209,7 +209,8 @@ def test_two_expert_ranks_train_as_one_and_a_longer_run_resumes(undisturbed, war
     assert two["grad/norm"] == pytest.approx(one["grad/norm"], rel=1e-4)
 
     shutil.rmtree(start)  # a resumed run does not need what it once started from
-    must("train", "--resume", str(run), "--run.steps=2", cwd=tmp_path)
+    must("train", "--resume", str(run), "--run.steps=2", "--run.keep_checkpoints=1", cwd=tmp_path)
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000002"], "the older checkpoint is gone whole"
     rows = metrics(run)
     assert sorted(rows) == [0, 1, 2]
     assert rows[2]["policy/version"] == 2
