@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +30,9 @@ def gptoss(*arguments: str, cwd: Path, background: bool = False, timeout: float 
     environment["PYTHONPATH"] = str(ROOT)
     if background:
         log = (cwd / "terminal.txt").open("w")
-        return subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        # As from a terminal: a shell starts what it puts into the background deaf to Ctrl-C, and tests may have been started so.
+        hear_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=hear_ctrl_c)
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
