@@ -212,7 +212,5 @@ def load_training_state(
         _separate_steps(optimizer)
         schedule.load_state_dict(state["schedule"])
         set_random_state(state["random"])
-    elif optimizer is not None:
-        optimizer.reload_model_params()
     known = {f.name for f in fields(Progress)}
     return Progress(**{k: v for k, v in state["progress"].items() if k in known})
