@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_gptoss.attention.reference import attend_reference
+from megatron_gptoss.attention.api import attend
 
 
 class SinkAttention(MegatronModule):
@@ -79,13 +79,13 @@ class SinkAttention(MegatronModule):
         sinks = self.softmax_offset if self.use_sinks else None
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             cu_seqlens = packed_seq_params.cu_seqlens_q
-            out_THD, _ = attend_reference(query, key, value, sinks, cu_seqlens=cu_seqlens, window=self.window, scale=self.scale)
+            out_THD, _ = attend(query, key, value, sinks, cu_seqlens=cu_seqlens, window=self.window, scale=self.scale)
             return out_THD.flatten(1)
 
         s, b = query.shape[:2]
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
         q_THD, k_TKD, v_TKD = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out_THD, _ = attend_reference(q_THD, k_TKD, v_TKD, sinks, cu_seqlens=cu_seqlens, window=self.window, scale=self.scale)
+        out_THD, _ = attend(q_THD, k_TKD, v_TKD, sinks, cu_seqlens=cu_seqlens, window=self.window, scale=self.scale)
         return out_THD.reshape(b, s, -1).transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:

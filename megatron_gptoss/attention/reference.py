@@ -1,147 +1,214 @@
-"""Attention with sinks in plain PyTorch: the meaning of the word, and the backend of a CPU run.
+"""Attention with sinks in plain PyTorch: the meaning of the word, the exact twin of the kernels, and the backend of a CPU run.
 
-In: queries, keys, values of packed sequences, and one sink logit per head. Out: attention output and log-sum-exp, differentiable by
-autograd in q, k, v and sink, through both outputs. It does not rotate (RoPE), project, or know about parallel ranks.
+In: queries, keys, values, one sink logit per head, and a Layout. Out: attention output and log-sum-exp; and the gradients, by the formulas of
+docs/sink_attention.md rather than by autograd. It does not rotate (RoPE), project, or know about parallel ranks.
 
-A sink is one more logit per head that carries no value, so softmax with a sink is plain softmax times sigmoid(lse - sink).
+A sink is one more logit per head that carries no value: it enters the softmax's denominator and nothing else.
 
-Shape legend: T packed query and key tokens, H query heads, K kv heads, G = H / K query heads per kv head, D head dim, S sequences,
-L length of the longest sequence of a bucket.
+Shape legend: T packed queries, U packed keys, H query heads, K kv heads, G = H / K query heads per kv head, D head dim, S sequences of a bucket,
+L the longest query length among them, M the longest key length, B = S * K matrices, R = G * L their rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from megatron_gptoss.attention.layout import Layout
+
 LN2 = math.log(2.0)
 
 
-def attend_reference(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    sink_H: Tensor | None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
+def forward(
+    q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, sink_H: Tensor | None, layout: Layout, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each packed sequence.
-
-    cu_seqlens: int [S+1], first 0, last T; None: all of T is one sequence.
-    window: visible keys, the token itself included (Hugging Face's sliding_window); None: all earlier ones.
-    sink_H: one logit per query head, None: no sink. Query head h reads kv head h // G.
-    scale: factor on q.k, default 1/sqrt(D).
-
-    Returns out_THD in q's dtype and lse_TH in float32 (float64 for float64 inputs). lse is the plain log-sum-exp of the visible scaled
-    scores, WITHOUT the sink, in nats. Raises ValueError when shapes contradict each other.
+    """out_THD in q's dtype, lse_TH in float32 (float64 for float64 inputs), natural logarithm of the whole denominator, sink included.
 
     Memory and time are those of sequences padded to the longest of their power-of-two bucket: about sum(length^2), never T^2.
     """
-    _check(q_THD, k_TKD, v_TKD, sink_H, cu_seqlens, window)
-    T, _, D = q_THD.shape
-    scale = 1.0 / math.sqrt(D) if scale is None else scale
-    starts, lengths = [0], [T]
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        starts, lengths = bounds[:-1], [end - begin for begin, end in pairwise(bounds)]
-
-    buckets = _buckets(lengths)
-    if len(buckets) == 1 and len(set(lengths)) == 1:  # nothing to pad: a reshape instead of a gather
-        shape = (len(lengths), lengths[0])
-        out_SLHD, lse_SLH = _attend_padded(
-            q_THD.unflatten(0, shape), k_TKD.unflatten(0, shape), v_TKD.unflatten(0, shape), sink_H, window, scale
+    out_THD = torch.zeros_like(q_THD)
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=_compute_dtype(q_THD), device=q_THD.device)
+    if layout.num_queries == layout.num_keys == layout.max_queries * (len(layout.bounds) - 1):  # nothing to pad: a view, no gather
+        shape = (-1, max(layout.max_queries, 1))
+        out_SLHD, lse_SLH = _forward_padded(
+            *(x.unflatten(0, shape) for x in (q_THD, k_UKD, v_UKD)), sink_H, layout.causal, 0, window, scale
         )
         return out_SLHD.flatten(0, 1), lse_SLH.flatten(0, 1)
 
-    outs, lses, tokens = [], [], []
-    for rows in buckets:
-        token_SL, real_SL = _padded_index([starts[r] for r in rows], [lengths[r] for r in rows], T, q_THD.device)
-        shape = token_SL.shape
-        q_SLHD, k_SLKD, v_SLKD = (x.index_select(0, token_SL.flatten()).unflatten(0, shape) for x in (q_THD, k_TKD, v_TKD))
-        out_SLHD, lse_SLH = _attend_padded(q_SLHD, k_SLKD, v_SLKD, sink_H, window, scale)
-        real = real_SL.flatten().nonzero().squeeze(1)
-        outs.append(out_SLHD.flatten(0, 1).index_select(0, real))
-        lses.append(lse_SLH.flatten(0, 1).index_select(0, real))
-        tokens.append(token_SL.flatten()[real])
-    if len(buckets) == 1:  # sequences are still in their order
-        return outs[0], lses[0]
-    place_T = torch.cat(tokens).argsort()
-    return torch.cat(outs).index_select(0, place_T), torch.cat(lses).index_select(0, place_T)
+    if sink_H is None:
+        lse_TH.fill_(-math.inf)
+    else:
+        lse_TH.copy_(sink_H)  # a query without keys sees the sink alone
+    for query_SL, real_SL, key_SM, _, extra in _buckets(layout, q_THD.device):
+        out_SLHD, lse_SLH = _forward_padded(q_THD[query_SL], k_UKD[key_SM], v_UKD[key_SM], sink_H, layout.causal, extra, window, scale)
+        out_THD[query_SL[real_SL]] = out_SLHD[real_SL]
+        lse_TH[query_SL[real_SL]] = lse_SLH[real_SL]
+    return out_THD, lse_TH
 
 
-def _attend_padded(
-    q_SLHD: Tensor, k_SLKD: Tensor, v_SLKD: Tensor, sink_H: Tensor | None, window: int | None, scale: float
+def backward(
+    dout_THD: Tensor,
+    dlse_TH: Tensor | None,
+    q_THD: Tensor,
+    k_UKD: Tensor,
+    v_UKD: Tensor,
+    sink_H: Tensor | None,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv in their tensors' dtypes and dsink (None without a sink). Deterministic always.
+
+    out and lse may belong to a larger attention of which (k, v) is one part: that is how a ring's parts get their gradients.
+    """
+    compute = _compute_dtype(q_THD)
+    delta_TH = (dout_THD.to(compute) * out_THD.to(compute)).sum(-1)
+    if dlse_TH is not None:
+        delta_TH = delta_TH - dlse_TH
+    dsink_H = None if sink_H is None else sink_gradient(sink_H, lse_TH, delta_TH)
+    lse_TH = lse_TH.masked_fill(lse_TH == -math.inf, 0.0)  # no key and no sink: its scores are -inf, so its weights are 0, not NaN
+
+    if layout.num_queries == layout.num_keys == layout.max_queries * (len(layout.bounds) - 1):
+        shape = (-1, max(layout.max_queries, 1))
+        rows = (x.unflatten(0, shape) for x in (dout_THD, delta_TH, lse_TH, q_THD, k_UKD, v_UKD))
+        dq_SLHD, dk_SMKD, dv_SMKD = _backward_padded(*rows, layout.causal, 0, window, scale)
+        return dq_SLHD.flatten(0, 1), dk_SMKD.flatten(0, 1), dv_SMKD.flatten(0, 1), dsink_H
+
+    dq_THD, dk_UKD, dv_UKD = torch.zeros_like(q_THD), torch.zeros_like(k_UKD), torch.zeros_like(v_UKD)
+    for query_SL, real_SL, key_SM, real_SM, extra in _buckets(layout, q_THD.device):
+        # Padding repeats some real query; without weights (lse = inf) and cotangents it adds nothing to any key.
+        dout_SLHD = dout_THD[query_SL].masked_fill(~real_SL[..., None, None], 0.0)
+        lse_SLH = lse_TH[query_SL].masked_fill(~real_SL[..., None], math.inf)
+        rows = (delta_TH[query_SL], lse_SLH, q_THD[query_SL], k_UKD[key_SM], v_UKD[key_SM])
+        dq_SLHD, dk_SMKD, dv_SMKD = _backward_padded(dout_SLHD, *rows, layout.causal, extra, window, scale)
+        dq_THD[query_SL[real_SL]] = dq_SLHD[real_SL]
+        dk_UKD[key_SM[real_SM]] = dk_SMKD[real_SM]
+        dv_UKD[key_SM[real_SM]] = dv_SMKD[real_SM]
+    return dq_THD, dk_UKD, dv_UKD, dsink_H
+
+
+def sink_gradient(sink_H: Tensor, lse_TH: Tensor, delta_TH: Tensor) -> Tensor:
+    """dL/dsink_h = -sum_i exp(sink_h - lse_ih) delta_ih, with delta = dO . O - dlse. In the sink's dtype."""
+    share_TH = torch.exp(sink_H.to(lse_TH.dtype) - lse_TH)
+    return -(share_TH * delta_TH).sum(0).to(sink_H.dtype)
+
+
+def _forward_padded(
+    q_SLHD: Tensor, k_SMKD: Tensor, v_SMKD: Tensor, sink_H: Tensor | None, causal: bool, extra: int, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of S sequences padded at their ends to L. What padded queries return means nothing; no real query sees a padded key."""
+    """Attention of S sequences padded at their ends. What padded queries return means nothing; no real query sees a padded key."""
     S, L, H, D = q_SLHD.shape
-    K = k_SLKD.shape[2]
-    G = H // K
-    compute = torch.promote_types(q_SLHD.dtype, torch.float32)
-    # The G query heads of a kv head are stacked along the rows of one matrix, so that K and V are never repeated.
+    weight_BRM = _scores(q_SLHD, k_SMKD, causal, extra, window, scale)
+    K = k_SMKD.shape[2]
     # Scores are in base 2 (log2 instead of nats): exp2 needs a third of exp's time on a CPU, and less still where scores are far apart.
-    q_BRD = (q_SLHD.to(compute) * (scale / LN2)).view(S, L, K, G, D).permute(0, 2, 3, 1, 4).reshape(S * K, G * L, D)
-    k_BDL = k_SLKD.to(compute).permute(0, 2, 3, 1).reshape(S * K, D, L)
-    v_BLD = v_SLKD.to(compute).transpose(1, 2).reshape(S * K, L, D)
-
-    # One mask for all sequences: padding sits behind every real token, where causality hides it already.
-    hidden_1RL = _hidden_scores(L, window, compute, q_SLHD.device).repeat(1, G, 1)
-    score_BRL = torch.baddbmm(hidden_1RL, q_BRD, k_BDL)
-    highest_BR1 = score_BRL.detach().amax(-1, keepdim=True)  # never -inf: each query sees itself. It cancels, so it needs no gradient.
-    weight_BRL = (score_BRL - highest_BR1).exp2()
-    total_BR1 = weight_BRL.sum(-1, keepdim=True)
-    lse_BR1 = (total_BR1.log2() + highest_BR1) * LN2
-    factor_BR1 = total_BR1.reciprocal()
+    highest_BR1 = weight_BRM.amax(-1, keepdim=True)
     if sink_H is not None:
-        sink_BR1 = sink_H.to(compute).view(1, K, G, 1).expand(S, K, G, L).reshape(S * K, G * L, 1)
-        factor_BR1 = factor_BR1 * torch.sigmoid(lse_BR1 - sink_BR1)
-    out_BRD = torch.bmm(weight_BRL, v_BLD) * factor_BR1
+        sink_BR1 = (sink_H.to(weight_BRM.dtype) / LN2).view(1, K, H // K, 1).expand(S, K, H // K, L).reshape(highest_BR1.shape)
+        highest_BR1 = torch.maximum(highest_BR1, sink_BR1)
+    highest_BR1 = highest_BR1.masked_fill(highest_BR1 == -math.inf, 0.0)
+    weight_BRM.sub_(highest_BR1).exp2_()
+    total_BR1 = weight_BRM.sum(-1, keepdim=True)
+    if sink_H is not None:
+        total_BR1 += (sink_BR1 - highest_BR1).exp2_()
+    # A query that sees nothing, without a sink, has total 0 and output 0.
+    out_BRD = torch.bmm(weight_BRM, _keys_by_matrix(v_SMKD, weight_BRM.dtype)) * total_BR1.reciprocal().masked_fill_(total_BR1 == 0, 0.0)
+    lse_BR1 = (total_BR1.log2() + highest_BR1) * LN2
+    return _rows_to_queries(out_BRD, S, H).to(q_SLHD.dtype), lse_BR1.view(S, H, L).transpose(1, 2)
 
-    out_SLHD = out_BRD.view(S, K, G, L, D).permute(0, 3, 1, 2, 4).reshape(S, L, H, D)
-    return out_SLHD.to(q_SLHD.dtype), lse_BR1.view(S, H, L).transpose(1, 2)
+
+def _backward_padded(
+    dout_SLHD: Tensor,
+    delta_SLH: Tensor,
+    lse_SLH: Tensor,
+    q_SLHD: Tensor,
+    k_SMKD: Tensor,
+    v_SMKD: Tensor,
+    causal: bool,
+    extra: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P = exp(score - lse), dS = P * (dO . V - delta); then dV = P^T dO, dQ = dS K and dK = dS^T Q, the last two times the scale."""
+    S, _, H, _ = q_SLHD.shape
+    K = k_SMKD.shape[2]
+    compute = _compute_dtype(q_SLHD)
+    lse_BR1, delta_BR1 = (x.to(compute).transpose(1, 2).reshape(S * K, -1, 1) for x in (lse_SLH, delta_SLH))
+    dout_BRD, q_BRD = _queries_by_matrix(dout_SLHD, K, compute), _queries_by_matrix(q_SLHD, K, compute)
+    weight_BRM = _scores(q_SLHD, k_SMKD, causal, extra, window, scale).sub_(lse_BR1 / LN2).exp2_()
+    dv_BMD = torch.bmm(weight_BRM.mT, dout_BRD)
+    dscore_BRM = torch.bmm(dout_BRD, _keys_by_matrix(v_SMKD, compute).mT).sub_(delta_BR1).mul_(weight_BRM)
+    dq_BRD = torch.bmm(dscore_BRM, _keys_by_matrix(k_SMKD, compute)).mul_(scale)
+    dk_BMD = torch.bmm(dscore_BRM.mT, q_BRD).mul_(scale)
+    dk_SMKD, dv_SMKD = (x.unflatten(0, (S, K)).transpose(1, 2) for x in (dk_BMD, dv_BMD))
+    return _rows_to_queries(dq_BRD, S, H).to(q_SLHD.dtype), dk_SMKD.to(k_SMKD.dtype), dv_SMKD.to(v_SMKD.dtype)
 
 
-def _hidden_scores(L: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, L, L]: 0 where query i sees key j, -inf elsewhere."""
-    i = torch.arange(L, device=device)
-    distance = i.unsqueeze(1) - i.unsqueeze(0)
-    hidden = distance < 0
+def _scores(q_SLHD: Tensor, k_SMKD: Tensor, causal: bool, extra: int, window: int | None, scale: float) -> Tensor:
+    """[B, R, M], in base 2, -inf where hidden: one mask for all sequences, since padding sits behind every real token, where causality
+    hides it already."""
+    compute = _compute_dtype(q_SLHD)
+    (S, L, H, _), (_, M, K, _) = q_SLHD.shape, k_SMKD.shape
+    q_BRD = _queries_by_matrix(q_SLHD, K, compute).mul(scale / LN2)
+    k_BDM = _keys_by_matrix(k_SMKD, compute).mT
+    if not causal:
+        return torch.bmm(q_BRD, k_BDM)
+    position_L1 = torch.arange(extra, extra + L, device=q_SLHD.device).unsqueeze(1)
+    distance_LM = position_L1 - torch.arange(M, device=q_SLHD.device)
+    hidden_LM = distance_LM < 0
     if window is not None:
-        hidden |= distance >= window
-    return torch.zeros(1, L, L, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        hidden_LM |= distance_LM >= window
+    bias_RM = torch.zeros(L, M, dtype=compute, device=q_SLHD.device).masked_fill_(hidden_LM, -math.inf).repeat(H // K, 1)
+    return torch.baddbmm(bias_RM.unsqueeze(0), q_BRD, k_BDM)
 
 
-def _buckets(lengths: list[int]) -> list[list[int]]:
-    """Rows of similar length together: lengths in (2^(n-1), 2^n] share a bucket. Order is kept inside one; empty sequences vanish."""
-    rows: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths):
-        if length:
-            rows.setdefault((length - 1).bit_length(), []).append(row)
-    return list(rows.values())
+def _queries_by_matrix(x_SLHD: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """[S, L, H, D] -> [S * K, G * L, D]: the G query heads of a kv head are rows of one matrix, so that K and V are never repeated."""
+    S, L, H, D = x_SLHD.shape
+    return x_SLHD.to(dtype).view(S, L, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(S * K, H // K * L, D)
 
 
-def _padded_index(starts: list[int], lengths: list[int], T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """token_SL: index into T of each place; real_SL: False on padding, whose index is any valid one."""
-    place_L = torch.arange(max(lengths), device=device)
-    start_S1 = torch.tensor(starts, device=device).unsqueeze(1)
-    length_S1 = torch.tensor(lengths, device=device).unsqueeze(1)
-    return (start_S1 + place_L).clamp_(max=T - 1), place_L < length_S1
+def _rows_to_queries(x_BRD: Tensor, S: int, H: int) -> Tensor:
+    """[S * K, G * L, D] -> [S, L, H, D]"""
+    return x_BRD.reshape(S, H, -1, x_BRD.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _check(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sink_H: Tensor | None, cu_seqlens: Tensor | None, window: int | None) -> None:
-    T, H, D = q_THD.shape
-    K = k_TKD.shape[1]
-    if k_TKD.shape != (T, K, D) or v_TKD.shape != (T, K, D):
-        raise ValueError(f"q {tuple(q_THD.shape)}, k {tuple(k_TKD.shape)} and v {tuple(v_TKD.shape)} do not share T, K and D")
-    if H % K:
-        raise ValueError(f"{H} query heads are not a multiple of {K} kv heads")
-    if sink_H is not None and sink_H.shape != (H,):
-        raise ValueError(f"sinks have shape {tuple(sink_H.shape)}, not ({H},)")
-    if window is not None and window < 1:
-        raise ValueError(f"window = {window}: a token sees at least itself")
-    if cu_seqlens is not None and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != T):
-        raise ValueError(f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}, not from 0 to {T}")
+def _keys_by_matrix(x_SMKD: Tensor, dtype: torch.dtype) -> Tensor:
+    """[S, M, K, D] -> [S * K, M, D]"""
+    return x_SMKD.to(dtype).transpose(1, 2).flatten(0, 1)
+
+
+def _buckets(layout: Layout, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, int]]:
+    """Sequences of similar length together: query indices [S, L], which of them are real, key indices [S, M], which are real, and `extra`,
+    the keys that stand before the first query. Lengths in (2^(n-1), 2^n] share a bucket. Sequences without queries or keys vanish."""
+    rows: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for (q0, q1), (k0, k1) in zip(pairwise(layout.bounds), pairwise(layout.key_bounds), strict=True):
+        if q1 > q0 and k1 > k0:
+            extra = k1 - k0 - (q1 - q0)
+            rows.setdefault(((q1 - q0 - 1).bit_length(), extra), []).append((q0, q1, k0, k1))
+    for (_, extra), spans in rows.items():
+        query_SL, real_SL = _padded_index([(q0, q1) for q0, q1, _, _ in spans], layout.num_queries, device)
+        key_SM, real_SM = _padded_index([(k0, k1) for _, _, k0, k1 in spans], layout.num_keys, device)
+        yield query_SL, real_SL, key_SM, real_SM, extra
+
+
+def _padded_index(spans: list[tuple[int, int]], total: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[S, L] index of each place, and whether it is real; padding's index is any valid one."""
+    begin_S1, end_S1 = torch.tensor(spans, device=device).unsqueeze(-1).unbind(1)
+    index_SL = begin_S1 + torch.arange(int((end_S1 - begin_S1).max()), device=device)
+    return index_SL.clamp(max=total - 1), index_SL < end_S1
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def missing(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+    """What this machine lacks for the backend: nothing, ever."""
+    return None

@@ -1,0 +1,128 @@
+"""Which keys each query may see, before any window: one value that every backend and every context-parallel path shares.
+
+In: where the packed sequences begin and end. Out: `Layout`, with its bounds on the host and what kernels read on the device, each made once
+and kept as long as the caller's cu_seqlens lives. It knows nothing of windows, heads or numbers.
+
+Shape legend: T packed queries, U packed keys (U = T in plain self-attention), S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """T queries and U = T + offset keys of the same packed stream.
+
+    Causal: query i stands at key i + offset and sees the keys of its own sequence up to that one. The offset keys in front are what a
+    context-parallel neighbour sent (a window's halo); first_key says where the first sequence's keys begin among them, and keys before it
+    belong to nobody. Not causal: every query sees every key (a ring's earlier chunk); then there is one sequence.
+
+    A query that sees no key is allowed (offset < 0, or no keys at all): its output is 0 and its log-sum-exp that of the sink alone.
+    """
+
+    bounds: tuple[int, ...]  # [S+1] queries of sequence s are bounds[s]:bounds[s+1]; first 0, last T
+    offset: int = 0
+    first_key: int = 0
+    causal: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
+            raise ValueError(f"bounds = {self.bounds} must begin at 0 and not decrease")
+        if not 0 <= self.first_key <= max(self.offset, 0):
+            raise ValueError(f"first_key = {self.first_key} must lie in 0..offset = {self.offset}")
+        if not self.causal and (len(self.bounds) != 2 or self.first_key):
+            raise ValueError("a layout that is not causal has one sequence, which begins at key 0")
+
+    @property
+    def num_queries(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_keys(self) -> int:
+        return self.bounds[-1] + self.offset
+
+    @property
+    def is_plain(self) -> bool:
+        """One sequence whose keys begin at key 0: kernels need no table of sequence starts."""
+        return len(self.bounds) == 2 and self.first_key == 0
+
+    @cached_property
+    def key_bounds(self) -> tuple[int, ...]:
+        """[S+1] keys of sequence s are key_bounds[s]:key_bounds[s+1]."""
+        if not self.causal:
+            return (0, self.num_keys)
+        return (self.first_key, *(max(b + self.offset, 0) for b in self.bounds[1:]))
+
+    @cached_property
+    def max_queries(self) -> int:
+        return max(b - a for a, b in pairwise(self.bounds))
+
+    @cached_property
+    def max_keys(self) -> int:
+        return max(b - a for a, b in pairwise(self.key_bounds))
+
+    @cached_property
+    def cu_queries_S1(self) -> Tensor:
+        return torch.tensor(self.bounds, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def cu_keys_S1(self) -> Tensor:
+        return torch.tensor(self.key_bounds, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def start_T(self) -> Tensor:
+        """int32 [T]: first key of the query's own sequence. Never decreases."""
+        queries_T = torch.arange(self.num_queries, dtype=torch.int32, device=self.device)
+        sequence_T = torch.searchsorted(self.cu_queries_S1[1:], queries_T, right=True)
+        return self.cu_keys_S1[sequence_T].contiguous()
+
+    @cached_property
+    def stop_U(self) -> Tensor:
+        """int32 [U]: one past the last query of the key's own sequence; 0 for keys that belong to nobody. Never decreases."""
+        keys_U = torch.arange(self.num_keys, dtype=torch.int32, device=self.device)
+        sequence_U = torch.searchsorted(self.cu_keys_S1[1:], keys_U, right=True).clamp_(max=len(self.bounds) - 2)
+        stop_U = self.cu_queries_S1[1:][sequence_U]
+        return torch.where(keys_U < self.first_key, 0, stop_U).to(torch.int32).contiguous()
+
+
+def self_attention_layout(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Layout:
+    """The layout of T packed tokens. Raises ValueError when cu_seqlens does not run from 0 to T without decreasing.
+
+    Reading a GPU's cu_seqlens waits for the GPU, so it happens once per tensor, not once per layer.
+    """
+    if cu_seqlens is None:
+        return _one_sequence(T, device)
+    known = _layouts.get(cu_seqlens)
+    if known is not None and known[0] == (cu_seqlens._version, T, device):
+        return known[1]
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers of shape [sequences + 1], not {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != T:
+        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must run from 0 to T = {T}")
+    for place, (begin, end) in enumerate(pairwise(bounds)):
+        if end < begin:
+            raise ValueError(f"cu_seqlens decreases at place {place + 1}: {begin} -> {end}; sequence bounds must not decrease")
+    layout = Layout(bounds, device=device)
+    _layouts[cu_seqlens] = ((cu_seqlens._version, T, device), layout)
+    return layout
+
+
+_layouts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_dense: dict[tuple[int, torch.device], Layout] = {}
+
+
+def _one_sequence(T: int, device: torch.device) -> Layout:
+    if (T, device) not in _dense:
+        _dense.clear()  # lengths come and go; the last one is enough
+        _dense[T, device] = Layout((0, T), device=device)
+    return _dense[T, device]
