@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import Parameters, count_parameters
 from megatron_gptoss.config.rules import broken_rules
 from megatron_gptoss.config.schema import Config
@@ -46,6 +46,9 @@ class RunPlan:
     expert_parallel: int  # divides data_parallel
     experts_per_rank: int
     trainer_resources: Resources  # of one rank
+    attention_full: str  # backend of layers that see everything
+    attention_windowed: str  # backend of layers with a sliding window
+    switches: tuple[str, ...]  # what makes the trainer's model wrong on purpose, as `key = value (origin)`; () in a run to be believed
     # a step
     groups_per_step: int
     sequences_per_step: int
@@ -83,6 +86,9 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         expert_parallel=config.parallel.expert,
         experts_per_rank=config.model.num_local_experts // config.parallel.expert,
         trainer_resources=trainer_resources,
+        attention_full=config.trainer.attention,
+        attention_windowed=config.trainer.backend_of_windowed_layers,
+        switches=_switches(loaded),
         groups_per_step=rl.sequences_per_step // rollout.group_size,
         sequences_per_step=rl.sequences_per_step,
         sequences_per_minibatch=rl.sequences_per_step // rl.minibatches,
@@ -104,6 +110,11 @@ def run_directory(config: Config, now: datetime) -> Path:
     if config.run.resume:
         return Path(config.run.resume)
     return Path(config.run.dir) / f"{config.run.name}-{config.run.id or now.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _switches(loaded: Loaded) -> tuple[str, ...]:
+    keys = [key for key in FIELDS if key.startswith("diagnose.") or key == "parity.trainer_fault"]
+    return tuple(loaded.show(key) for key in keys if loaded.value(key) != FIELDS[key].default)
 
 
 def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:

@@ -10,7 +10,9 @@ import json
 import os
 import socket
 import subprocess
+import tomllib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_gptoss.config.hf_config import difference, quantization, read_hf_config
@@ -40,6 +42,7 @@ def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
         raise ConfigError(
             f"{loaded.show('run.final_eval_prompts')} leaves gptoss eval nothing to measure. Use 1 or more; 300 is the default."
         )
+    check_attention(loaded)
     check_run_target(loaded, plan, command)
     check_inputs(loaded.config, command)
     if plan.shortfall:
@@ -63,6 +66,7 @@ def check_run_target(loaded: Loaded, plan: RunPlan, command: str = "") -> None:
             )
         if command:
             _check_same_command(loaded, plan.run_dir, command)
+        _check_moments_are_there(loaded, plan.run_dir)
         check_architecture(loaded, "run.resume")
         return
     if plan.run_dir.exists():
@@ -70,6 +74,33 @@ def check_run_target(loaded: Loaded, plan: RunPlan, command: str = "") -> None:
     _check_writable(loaded, plan.run_dir)
     if run.init:
         check_architecture(loaded, "run.init")
+
+
+def check_attention(loaded: Loaded) -> None:
+    """What the attention backends need is here, as far as one can see without torch; the rest shows when the model is built."""
+    config = loaded.config
+    for key in ("trainer.attention", "trainer.attention_windowed"):
+        backend = loaded.value(key)
+        if backend == "triton" and config.cluster.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise MachineError(
+                f"{loaded.show(key)} with {loaded.show('cluster.device')} runs only in Triton's interpreter, which is slow and for tests. "
+                f'Set TRITON_INTERPRET=1 in the environment, or {key} = "reference".'
+            )
+        # Another node of a cluster may have what this one lacks.
+        if backend in BACKEND_PACKAGES and config.cluster.address == "local" and not _is_installed(*BACKEND_PACKAGES[backend][1:]):
+            raise MachineError(
+                f"{loaded.show(key)} needs the package {BACKEND_PACKAGES[backend][0]}, which is not installed. "
+                f'Install the extra "gpu" of this package, or use {key} = "triton".'
+            )
+
+
+# Backend -> package, module, folder in it. By looking at folders: importing any of these imports torch.
+BACKEND_PACKAGES = {"flash": ("flash-attn-4", "flash_attn", "cute"), "te": ("transformer-engine", "transformer_engine", "pytorch")}
+
+
+def _is_installed(module: str, folder: str) -> bool:
+    found = find_spec(module)
+    return found is not None and any((Path(place) / folder).is_dir() for place in found.submodule_search_locations or ())
 
 
 def check_architecture(loaded: Loaded, key: str) -> None:
@@ -169,6 +200,19 @@ def _check_same_command(loaded: Loaded, path: Path, command: str) -> None:
         raise ConfigError(
             f"{loaded.show('run.resume')} is a run of `gptoss {before}`, and `gptoss {command}` cannot go on with it. "
             f"To start from its weights, use --init {path}."
+        )
+
+
+def _check_moments_are_there(loaded: Loaded, path: Path) -> None:
+    """A checkpoint of a run with frozen attention has no optimizer state for it. The other way round there is more than is needed."""
+    try:
+        before = tomllib.loads(RunDir(path).config_file.read_text())
+    except (OSError, ValueError):
+        return
+    if before.get("diagnose", {}).get("freeze_attention") and not loaded.config.diagnose.freeze_attention:
+        raise ConfigError(
+            f"{loaded.show('diagnose.freeze_attention')}, but {loaded.show('run.resume')} ran with true, so its checkpoint has no "
+            f"optimizer state for attention. Set diagnose.freeze_attention = true, or start from its weights with --init {path}."
         )
 
 

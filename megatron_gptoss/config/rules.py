@@ -17,7 +17,7 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 
 
 def broken_rules(loaded: Loaded) -> list[str]:
-    rules = (_batch_rules, _model_rules, _parallel_rules, _length_rules, _other_rules)
+    rules = (_batch_rules, _model_rules, _parallel_rules, _length_rules, _attention_rules, _other_rules)
     return [message for rule in rules for message in rule(loaded)]
 
 
@@ -132,6 +132,27 @@ def _length_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('rollout.kv_cache_gib')} does not hold one conversation of {show('rollout.max_sequence_tokens')}: that takes "
             f"{need_gib:.2f} GiB with this model. Use rollout.kv_cache_gib = {need_gib * 1.1:.2g} or more."
         )
+
+
+def _attention_rules(loaded: Loaded) -> Iterator[str]:
+    trainer, show = loaded.config.trainer, loaded.show
+    backends = {"trainer.attention": trainer.attention}
+    if trainer.attention_windowed != "same":
+        backends["trainer.attention_windowed"] = trainer.attention_windowed
+    for key, backend in backends.items():
+        if backend == "te" and trainer.deterministic_attention:
+            yield (
+                f"{show('trainer.deterministic_attention')}, and {show(key)} has no deterministic gradients with sinks. "
+                f'Use {key} = "triton" or "flash", or trainer.deterministic_attention = false.'
+            )
+        if backend not in ("flash", "te"):
+            continue
+        if loaded.config.cluster.device == "cpu":
+            yield f'{show(key)} runs on GPUs only, and {show("cluster.device")}. Use {key} = "reference", or cluster.device = "cuda".'
+        elif trainer.dtype == "float32":
+            yield (
+                f'{show(key)} computes in 16 bits only, and {show("trainer.dtype")}. Use {key} = "triton", or trainer.dtype = "bfloat16".'
+            )
 
 
 def _other_rules(loaded: Loaded) -> Iterator[str]:

@@ -16,6 +16,9 @@ Seconds = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+AttentionBackend = Literal["reference", "triton", "flash", "te"]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -161,7 +164,18 @@ class RolloutConfig(Section):
 
 class TrainerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: Literal["reference"] = "reference"
+    attention: AttentionBackend = Field(
+        default="reference",
+        description="what computes attention; reference: plain PyTorch, triton: our kernels, flash: flash-attn-4, te: TransformerEngine",
+    )
+    attention_windowed: Literal["same", "reference", "triton", "flash", "te"] = Field(
+        default="same",
+        description="what computes it in layers with a sliding window; same: what trainer.attention says",
+    )
+    deterministic_attention: bool = Field(
+        default=False,
+        description="attention's gradients have the same bits every time; slower on a GPU, and not every backend can",
+    )
     tokens_per_microbatch: Positive = 8192
     logprob_chunk: Positive = Field(default=1024, description="predicted tokens whose logits exist at once")
     threads_per_rank: Positive = Field(default=1, description="CPU threads of one trainer rank; part of the numerics")
@@ -170,6 +184,10 @@ class TrainerConfig(Section):
         description="consecutive updates skipped for values that are not finite before the run ends",
     )
     step_timeout_s: Seconds = Field(default=600.0, description="deadline for scoring, updating or saving")
+
+    @property
+    def backend_of_windowed_layers(self) -> AttentionBackend:
+        return self.attention if self.attention_windowed == "same" else self.attention_windowed
 
 
 class ParallelConfig(Section):
@@ -185,6 +203,22 @@ class ParityConfig(Section):
     trainer_fault: Literal["none", "no-sinks", "window", "yarn"] = Field(
         default="none",
         description="break the trainer on purpose, to see the check refuse",
+    )
+
+
+class DiagnoseConfig(Section):
+    """Switches that take one part of attention out of training, to find where a fault comes from. All off in a run that is to be believed.
+
+    ignore_sinks and ignore_window make another model of the trainer than the engines have, so the parity check refuses to begin
+    `gptoss train` with them, unless parity.enabled is false.
+    """
+
+    ignore_sinks: bool = Field(default=False, description="attention without sinks, as if each were minus infinity")
+    drop_sink_gradient: bool = Field(default=False, description="the forward pass has its sinks, but they are not trained")
+    ignore_window: bool = Field(default=False, description="windowed layers see all earlier tokens, as the other layers do")
+    freeze_attention: bool = Field(
+        default=False,
+        description="no weight of attention is trained: qkv, projection, sinks, and the norm before them",
     )
 
 
@@ -206,4 +240,5 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     parallel: ParallelConfig = ParallelConfig()
     parity: ParityConfig = ParityConfig()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
     cluster: ClusterConfig = ClusterConfig()

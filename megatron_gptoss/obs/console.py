@@ -23,6 +23,7 @@ from rich.text import Text
 from megatron_gptoss.types import Rollout
 
 LONG_PHASE_S = 10.0  # without a terminal, a phase that took less leaves no line of its own; the line of its step has the time
+ALARM = "not a normal run"  # a table's row of this name is red
 PIPE_WIDTH = 140  # rich assumes 80 where there is no terminal
 
 # The line of a step: metric, word, format. What was not measured is left out.
@@ -64,13 +65,17 @@ class Console:
         """One plain line. Markup in it stays text."""
         self._rich.print(Text(text), soft_wrap=True)
 
+    def alarm(self, text: str) -> None:
+        """One line in red, where there is colour: what a person must not overlook."""
+        self._rich.print(Text(text, style="bold red"), soft_wrap=True)
+
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """What runs: name and value, one a row."""
         table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, padding=(0, 1))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(Text(name), Text(value))
+            table.add_row(Text(name), Text(value), style="bold red" if name == ALARM else None)
         self._rich.print(table)
 
     @contextmanager

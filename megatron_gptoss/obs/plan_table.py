@@ -8,11 +8,14 @@ from __future__ import annotations
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.memory import MemoryPart, engine_memory, trainer_memory
 from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.obs.console import ALARM
 
 
 def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
     config, model, rollout = loaded.config, loaded.config.model, loaded.config.rollout
+    alarm = [(ALARM, "; ".join(plan.switches))] if plan.switches else []
     return [
+        *alarm,
         ("run", str(plan.run_dir) + (" (resumed)" if plan.resumed else "")),
         ("task", f"{config.task.name}, tokenizer {config.tokenizer.name}"),
         (
@@ -25,7 +28,16 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
         (
             "trainer",
             f"{_number(plan.world_size, 'rank')} on {plan.device}: data {plan.data_parallel}, expert {plan.expert_parallel} "
-            f"({plan.experts_per_rank} experts a rank); {config.trainer.dtype}, attention {config.trainer.attention}",
+            f"({plan.experts_per_rank} experts a rank); {config.trainer.dtype}",
+        ),
+        (
+            "attention",
+            (
+                plan.attention_full
+                if plan.attention_full == plan.attention_windowed
+                else f"{plan.attention_full} in full layers, {plan.attention_windowed} in windowed ones"
+            )
+            + ("; deterministic" if config.trainer.deterministic_attention else ""),
         ),
         (
             "engines",

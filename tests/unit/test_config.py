@@ -131,7 +131,7 @@ def test_a_mistake_in_a_file_is_named_with_place_rule_and_cure(tmp_path, text, p
         (["--rollout.deterministic"], ["has no value", "--rollout.deterministic=false"]),
         (["--rl.lr", "--rl.clip_low=0.1"], ["flag --rl.lr has no value"]),
         (["--lr=3"], ["unknown key 'lr'", "sft.lr", "rl.lr"]),
-        (["--trainer.atention=reference"], ["Nearest: trainer.attention."]),
+        (["--trainer.atention=reference"], ["Nearest: trainer.attention, trainer.attention_windowed."]),
         (["-rl.lr=3"], ["A flag starts with two dashes: --rl.lr=3"]),
         (["-x"], ["unknown key 'x' (flag -x)"]),
         (["rl.lr=3"], ["--rl.lr=3"]),
