@@ -29,7 +29,7 @@ from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import MachineError
 from megatron_gptoss.loop.orphans import Keeper
-from megatron_gptoss.obs.console import Console
+from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
 from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint
@@ -76,6 +76,8 @@ class Session:
         self.console = Console()
         self.clock = Clock()
         self.runner = ending.enter_context(asyncio.Runner())
+        if plan.switches:
+            self.console.alarm(f"{ALARM}: {'; '.join(plan.switches)}")
         self.tokenizer: Tokenizer = load_tokenizer(self.config)
         self.task: Task = make_task(self.config)
         ending.callback(self.task.close)
@@ -119,7 +121,9 @@ class Session:
     def _backends(self) -> dict[str, str]:
         cpu = self.plan.device == "cpu"
         return {
-            "attention": self.config.trainer.attention,
+            "attention": self.plan.attention_full,
+            "attention_windowed": self.plan.attention_windowed,
+            "attention_deterministic": str(self.config.trainer.deterministic_attention).lower(),
             "experts": "sequential",
             "logprob": "reference",
             "collectives": "gloo" if cpu else "nccl",
@@ -163,6 +167,7 @@ class Session:
             keep_reference=self.command == "train" and c.rl.kl_coef > 0.0,
             seed=c.run.seed,
             fault=c.parity.trainer_fault,
+            diagnose=c.diagnose,
             first_port=c.cluster.first_port,
             num_ports=c.cluster.num_ports,
             use_gpu=plan.device == "cuda",

@@ -4,12 +4,12 @@ In: ModelConfig, ParallelShape, dtype. Out: GptOssModel on this rank, weights al
 fills them, from a checkpoint or from random_init). Process groups must exist (parallel.groups.init_groups).
 
 `fault` breaks the model on purpose, so that one can see the parity check refuse: "no-sinks" computes plain softmax, "window" lets windowed
-layers see one key more, "yarn" uses plain RoPE.
+layers see one key more, "yarn" uses plain RoPE. The switches of [diagnose] break it on purpose too, to find where a fault comes from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_gptoss.attention.module import SinkAttention
-from megatron_gptoss.config.schema import ModelConfig
+from megatron_gptoss.attention.module import AttentionOptions, SinkAttention
+from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, TrainerConfig
 from megatron_gptoss.errors import ConfigError
 from megatron_gptoss.model.experts import moe_spec
 from megatron_gptoss.model.gpt_oss import GptOssModel
@@ -50,11 +50,32 @@ class GptOssMegatronConfig(TransformerConfig):
     yarn_mscale_all_dim: float | None = None
     yarn_correction_range_round_to_int: bool = False  # Hugging Face's truncate=false
     max_position_embeddings: int = 131072
-    fault: str = "none"  # read by SinkAttention
+    # Read by SinkAttention, which ignores Megatron's own attention_backend.
+    sink_attention: AttentionOptions = field(default_factory=AttentionOptions)
 
 
-def build_model(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype = torch.float32, fault: str = "none") -> GptOssModel:
-    """The model of this rank, on its GPU or on the host. Raises ConfigError for a layout that is not built yet."""
+def attention_options(trainer: TrainerConfig, diagnose: DiagnoseConfig) -> AttentionOptions:
+    """What the configuration says about attention, in the attention room's words."""
+    return AttentionOptions(
+        backend=trainer.attention,
+        backend_windowed=trainer.backend_of_windowed_layers,
+        deterministic=trainer.deterministic_attention,
+        ignore_sinks=diagnose.ignore_sinks,
+        drop_sink_gradient=diagnose.drop_sink_gradient,
+        ignore_window=diagnose.ignore_window,
+    )
+
+
+def build_model(
+    model: ModelConfig,
+    shape: ParallelShape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: AttentionOptions = AttentionOptions(),
+    fault: str = "none",
+) -> GptOssModel:
+    """The model of this rank, on its GPU or on the host. Raises ConfigError for a layout that is not built yet, MachineError for an
+    attention backend that cannot run here."""
     for axis in ("tensor", "pipeline", "context"):
         if getattr(shape, axis) != 1:
             raise ConfigError(f"parallel size {axis} = {getattr(shape, axis)} is not built yet; use 1")
@@ -63,7 +84,7 @@ def build_model(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype 
             f"parallel.expert = {shape.expert} does not divide model.num_local_experts = {model.num_local_experts}. "
             f"Working sizes: {', '.join(str(n) for n in range(1, model.num_local_experts + 1) if model.num_local_experts % n == 0)}."
         )
-    config = megatron_config(model, shape, dtype=dtype, fault=fault)
+    config = megatron_config(model, shape, dtype=dtype, attention=attention, fault=fault)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     built = GptOssModel(config, layer_spec(), WrappedTorchNorm, model.vocab_size, groups)
     for parameter in built.parameters():  # torch's norm is float32 whatever the config says; a checkpoint has one dtype
@@ -72,10 +93,28 @@ def build_model(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype 
     return built.cuda() if torch.cuda.is_available() else built
 
 
-def megatron_config(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dtype, fault: str = "none") -> GptOssMegatronConfig:
+def freeze_attention(model: GptOssModel) -> None:
+    """Norm, qkv, sinks and projection of every layer are no longer trained. Before DDP and the optimizer, which take up what is trained."""
+    for layer in model.decoder.layers:
+        for part in (layer.input_layernorm, layer.self_attention):
+            part.requires_grad_(False)  # pyright: ignore[reportCallIssue]
+
+
+def megatron_config(
+    model: ModelConfig,
+    shape: ParallelShape,
+    *,
+    dtype: torch.dtype,
+    attention: AttentionOptions = AttentionOptions(),
+    fault: str = "none",
+) -> GptOssMegatronConfig:
     """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
     if fault not in FAULTS:
         raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
+    if fault == "no-sinks":
+        attention = replace(attention, ignore_sinks=True)
+    if fault == "window":
+        attention = replace(attention, widen_window=True)
     return GptOssMegatronConfig(
         # sizes
         num_layers=model.num_hidden_layers,
@@ -118,6 +157,7 @@ def megatron_config(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dt
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type="alltoall",
         # ranks
+        context_parallel_size=shape.context,
         expert_model_parallel_size=shape.expert,
         expert_tensor_parallel_size=1,
         # numbers
@@ -133,7 +173,7 @@ def megatron_config(model: ModelConfig, shape: ParallelShape, *, dtype: torch.dt
         # the loss is a sum over tokens; finalize_model_grads divides by the number of tokens of all ranks
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
-        fault=fault,
+        sink_attention=attention,
     )
 
 

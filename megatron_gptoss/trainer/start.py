@@ -46,6 +46,9 @@ class TrainingWorld:
             environment["TORCHDYNAMO_DISABLE"] = "1"
             # Ray does not hide a GPU from an actor that asked for none, and Megatron would use it.
             environment["CUDA_VISIBLE_DEVICES"] = ""
+            if "triton" in (settings.trainer.attention, settings.trainer.backend_of_windowed_layers):
+                # Asked of the user's own environment by preflight; Ray's workers on another node would not have it.
+                environment["TRITON_INTERPRET"] = "1"
         remote = ray.remote(TrainerWorker)
         self.actors: list[Actor] = [
             remote.options(

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from megatron_gptoss.checkpoint.training_state import random_state
 from megatron_gptoss.checkpoint.weight_map import load_hf
-from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, TrainerConfig
+from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.logprob.reference import selected_logprob
-from megatron_gptoss.model.build import build_model
+from megatron_gptoss.model.build import attention_options, build_model, freeze_attention
 from megatron_gptoss.model.gpt_oss import packed_params
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.correction import correct
@@ -55,11 +55,14 @@ class Trainer:
         *,
         total_updates: int,
         fault: str = "none",
+        diagnose: DiagnoseConfig = DiagnoseConfig(),
     ) -> None:
         self.model_config = model
         self.config = trainer
         self.dtype = getattr(torch, trainer.dtype)
-        self.module = build_model(model, shape, dtype=self.dtype, fault=fault)
+        self.module = build_model(model, shape, dtype=self.dtype, attention=attention_options(trainer, diagnose), fault=fault)
+        if diagnose.freeze_attention:
+            freeze_attention(self.module)
         wrapped = Float16Module(self.module.config, self.module) if self.dtype == torch.bfloat16 else self.module
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False)
         self.model = DistributedDataParallel(self.module.config, ddp, wrapped)
@@ -318,8 +321,9 @@ class Trainer:
             loss_sum = self._loss(batch, scores, how, old[j] if old else None, ref[j] if ref else None, local)
             with self.model.no_sync():
                 loss_sum.backward()
-            # Experts are left out: their gradients come from the tokens of all ranks.
-            own = [p.main_grad for p in self.module.parameters() if getattr(p, "allreduce", True)]  # pyright: ignore[reportAttributeAccessIssue]
+            # Experts are left out: their gradients come from the tokens of all ranks. What is frozen has none.
+            trained = (p for p in self.module.parameters() if p.requires_grad)
+            own = [p.main_grad for p in trained if getattr(p, "allreduce", True)]  # pyright: ignore[reportAttributeAccessIssue]
             loss_is_fine = bool(torch.isfinite(local.sums).all())
             if not found and not (loss_is_fine and all(bool(torch.isfinite(g).all()) for g in own)):
                 what = "a gradient that is not finite" if loss_is_fine else f"loss {local.sum('loss')}"

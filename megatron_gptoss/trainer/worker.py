@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_gptoss.config.schema import ModelConfig, OptimizerFields, TrainerConfig
+from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.parallel.shape import ParallelShape
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class TrainerSettings:
     keep_reference: bool
     seed: int
     fault: str
+    diagnose: DiagnoseConfig
     first_port: int  # where the ranks may meet
     num_ports: int
     use_gpu: bool
@@ -117,7 +118,7 @@ class TrainerWorker:
             seed=s.seed,
             backend="nccl" if s.use_gpu else "gloo",
         )
-        self.trainer = Trainer(s.model, s.trainer, s.shape, s.optimizer, total_updates=s.total_updates, fault=s.fault)
+        self.trainer = Trainer(s.model, s.trainer, s.shape, s.optimizer, total_updates=s.total_updates, fault=s.fault, diagnose=s.diagnose)
         if s.first_weights.kind == "checkpoint":
             load_training_state(Path(s.first_weights.path), model=self.trainer.model)
         else:
