@@ -106,17 +106,3 @@ def test_a_key_exactly_window_back_is_invisible_and_the_next_one_visible():
         after, _ = attend(q, changed_k, changed_v, SINK_H, window=window)
         assert (not torch.equal(after[query], before[query])) == visible, distance
 
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"k_TKD": torch.zeros(5, 3, D)}, "do not share"),
-        ({"sink_H": torch.zeros(3)}, "sinks"),
-        ({"window": 0}, "at least itself"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens"),
-    ],
-)
-def test_contradicting_shapes_are_named(change, words):
-    good = {"q_THD": torch.zeros(5, H, D), "k_TKD": torch.zeros(5, K, D), "v_TKD": torch.zeros(5, K, D), "sink_H": torch.zeros(H)}
-    with pytest.raises(ValueError, match=words):
-        attend(**{**good, **change})
