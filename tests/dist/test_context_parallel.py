@@ -3,11 +3,15 @@
 One start of eight gloo processes runs all cases, in groups of 2, 3, 4 and 8 of them; the tests look at what they left behind.
 """
 
+import json
 import multiprocessing
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -301,6 +305,26 @@ def test_the_same_bits_twice(ranks):
 def test_wrong_arguments_are_named_on_every_rank_before_anything_is_sent(ranks, name):
     for rank in GROUPS[4]:
         assert re.search(WRONG[name][1], ranks[rank]["errors"][name]), ranks[rank]["errors"].get(name)
+
+
+def test_the_bench_runs_counts_and_checks(tmp_path):
+    sizes = ["--tokens=64", "--sequences=3", "--check-tokens=60", "--full-layers=1", "--windowed-layers=1", "--repeats=1", "--warm-ups=0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "tools/bench_context.py"]
+    ended = subprocess.run(
+        [*launch, "--device=cpu", *sizes, f"--json={tmp_path}/bench.json"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["checked"] and [row["method"] for row in found["rows"]] == ["ulysses", "halo", "ulysses + halo"]
+    full, windowed, both = (row["counted"] for row in found["rows"])
+    # A rank's 32 tokens of 8/2 heads of 8 in float32: half of q, k, v, out and lse. The sequence that crosses ranks begins at token 21.
+    assert full == {"forward": 32 * (8 + 4 + 8) * 8 * 4 // 2 + 32 * 8 * 4 // 2, "backward": 32 * (8 + 4 + 8) * 8 * 4 // 2}
+    assert windowed["forward"] == windowed["backward"] == (32 - 21) * 2 * 2 * 8 * 4
+    assert both == {way: full[way] + windowed[way] for way in full}
 
 
 # --- Without ranks ----------------------------------------------------------------------------------------------------------------------
