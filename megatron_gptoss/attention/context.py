@@ -81,6 +81,8 @@ def attend_context(
         options: dict[str, Any] = {"scale": scale, "backend": backend, "deterministic": deterministic}
         return attend(q_THD, k_TKD, v_TKD, sink_H, cu_seqlens=cu_seqlens, window=window, **options)
 
+    if backend == "te" and method != "ulysses":  # said here, since only the ranks that see other ranks' keys would find out
+        raise ValueError(f"backend = 'te' cannot put other ranks' keys in front, as method = {method!r} does; use 'triton' or 'flash'")
     stream = _stream_layout(cu_seqlens, q_THD, rank, size)
     chosen = find_backend(backend, q_THD, deterministic=deterministic)
     how = _How(group, window, q_THD.shape[-1] ** -0.5 if scale is None else scale, chosen, deterministic)
@@ -279,7 +281,7 @@ def _stream_layout(cu_seqlens: Tensor | None, q_THD: Tensor, rank: int, size: in
     try:
         return self_attention_layout(cu_seqlens, length * size, q_THD.device)
     except ValueError as error:
-        if cu_seqlens is None or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        if cu_seqlens is None or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
             raise
         total = int(cu_seqlens[-1])
         rows = shard_rows(total, rank, size)
@@ -358,7 +360,8 @@ class _Halo(torch.autograd.Function):
 class _Ulysses(torch.autograd.Function):
     """All tokens of H / CP query heads and of the kv heads that these read. What arrived is what backward needs, so nothing is kept twice.
 
-    Computing does not overlap with the all-to-alls: for GPT-OSS at 65,536 tokens on two H200 they are some 3 % of the kernels' time.
+    Computing does not overlap with the all-to-alls. For GPT-OSS on two H200 at 65,536 tokens a rank sends 0.6 GB a layer, forward and
+    backward; at NCCL's 261 GB/s that takes 2 % of the kernels' 117 ms. (Computed from the two rates, which were measured apart.)
     """
 
     @staticmethod

@@ -189,6 +189,7 @@ WRONG = {
     "unknown method": ({"method": "zigzag"}, "'zigzag' is unknown; one of halo, ulysses, ring"),
     "halo without window": ({"method": "halo"}, "no window"),
     "ring with window": ({"method": "ring", "window": 5}, "window = 5; use 'halo'"),
+    "te with a halo": ({"backend": "te", "window": 5}, "'te' cannot put other ranks' keys in front, as method = 'halo' does"),
     "ulysses without heads": ({"method": "ulysses"}, "6 query heads over 3 kv heads out to 4 ranks. Numbers .* work: 1, 3, 6; 'ring'"),
 }
 
