@@ -1,7 +1,7 @@
 """The room's front door: `attend`, causal attention with sinks, windows and packed sequences, on a backend that the caller names.
 
-In: queries, keys, values, sinks. Out: attention output and log-sum-exp, differentiable in all four and through both. It checks its arguments
-once, here, and never chooses a backend by itself. Context parallelism is context.py, Megatron's calling convention module.py.
+In: queries, keys, values, sinks. Out: attention output and log-sum-exp, differentiable in all four and through both. It checks its
+arguments once, here, and never chooses a backend by itself. Context parallelism is context.py, Megatron's calling convention module.py.
 
 Shape legend: T packed tokens, H query heads, K kv heads, D head dim, S sequences.
 """
@@ -52,12 +52,14 @@ def attend(
     scale: factor on q.k, default 1/sqrt(D).
     backend: one of BACKENDS. deterministic: the same inputs give the same bits, backward too.
 
-    Returns out_THD in q's dtype and lse_TH in float32 (float64 for float64 inputs): the logarithm (nats) of the softmax's whole denominator,
-    the sink included, so that exp(score - lse) is a key's share and exp(sink - lse) the sink's.
+    Returns out_THD in q's dtype and lse_TH in float32 (float64 for float64 inputs): the logarithm (nats) of the softmax's whole
+    denominator, the sink included, so that exp(score - lse) is a key's share and exp(sink - lse) the sink's.
 
     Raises ValueError for arguments that break a rule, MachineError for a backend that this machine cannot run. Inputs are never written.
     """
     check_arguments(q_THD, k_TKD, v_TKD, sink_H, window)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale = {scale}; it must be positive")
     if k_TKD.shape[0] != q_THD.shape[0]:
         raise ValueError(f"k_TKD has {k_TKD.shape[0]} tokens and q_THD {q_THD.shape[0]}; they must have the same T")
     layout = self_attention_layout(cu_seqlens, q_THD.shape[0], q_THD.device)
@@ -79,6 +81,7 @@ def attend_layout(
 ) -> tuple[Tensor, Tensor]:
     """`attend` for any Layout, arguments already checked: what context.py calls with a halo's keys in front."""
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    window = None if window is None or not layout.causal else min(window, 1 << 30)  # kernels count keys in 32 bits
     return _Attend.apply(q_THD, k_UKD, v_UKD, sink_H, layout, window, scale, backend, deterministic)  # pyright: ignore[reportReturnType]
 
 

@@ -1,12 +1,12 @@
 """Attention with sinks in plain PyTorch: the meaning of the word, the exact twin of the kernels, and the backend of a CPU run.
 
-In: queries, keys, values, one sink logit per head, and a Layout. Out: attention output and log-sum-exp; and the gradients, by the formulas of
-docs/sink_attention.md rather than by autograd. It does not rotate (RoPE), project, or know about parallel ranks.
+In: queries, keys, values, one sink logit per head, and a Layout. Out: attention output and log-sum-exp; and the gradients, by the formulas
+of docs/sink_attention.md rather than by autograd. It does not rotate (RoPE), project, or know about parallel ranks.
 
 A sink is one more logit per head that carries no value: it enters the softmax's denominator and nothing else.
 
-Shape legend: T packed queries, U packed keys, H query heads, K kv heads, G = H / K query heads per kv head, D head dim, S sequences of a bucket,
-L the longest query length among them, M the longest key length, B = S * K matrices, R = G * L their rows.
+Shape legend: T packed queries, U packed keys, H query heads, K kv heads, G = H / K query heads per kv head, D head dim, S sequences of a
+bucket, L the longest query length among them, M the longest key length, B = S * K matrices, R = G * L their rows.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ def forward(
 
     Memory and time are those of sequences padded to the longest of their power-of-two bucket: about sum(length^2), never T^2.
     """
-    out_THD = torch.zeros_like(q_THD)
-    lse_TH = torch.empty(q_THD.shape[:2], dtype=_compute_dtype(q_THD), device=q_THD.device)
     if layout.num_queries == layout.num_keys == layout.max_queries * (len(layout.bounds) - 1):  # nothing to pad: a view, no gather
         shape = (-1, max(layout.max_queries, 1))
-        out_SLHD, lse_SLH = _forward_padded(
-            *(x.unflatten(0, shape) for x in (q_THD, k_UKD, v_UKD)), sink_H, layout.causal, 0, window, scale
-        )
+        q_SLHD, k_SMKD, v_SMKD = (x.unflatten(0, shape) for x in (q_THD, k_UKD, v_UKD))
+        out_SLHD, lse_SLH = _forward_padded(q_SLHD, k_SMKD, v_SMKD, sink_H, layout.causal, 0, window, scale)
         return out_SLHD.flatten(0, 1), lse_SLH.flatten(0, 1)
 
-    if sink_H is None:
-        lse_TH.fill_(-math.inf)
-    else:
+    out_THD = torch.zeros_like(q_THD)
+    lse_TH = torch.full(q_THD.shape[:2], -math.inf, dtype=_compute_dtype(q_THD), device=q_THD.device)
+    if sink_H is not None:
         lse_TH.copy_(sink_H)  # a query without keys sees the sink alone
     for query_SL, real_SL, key_SM, _, extra in _buckets(layout, q_THD.device):
         out_SLHD, lse_SLH = _forward_padded(q_THD[query_SL], k_UKD[key_SM], v_UKD[key_SM], sink_H, layout.causal, extra, window, scale)
@@ -77,8 +74,9 @@ def backward(
 
     if layout.num_queries == layout.num_keys == layout.max_queries * (len(layout.bounds) - 1):
         shape = (-1, max(layout.max_queries, 1))
-        rows = (x.unflatten(0, shape) for x in (dout_THD, delta_TH, lse_TH, q_THD, k_UKD, v_UKD))
-        dq_SLHD, dk_SMKD, dv_SMKD = _backward_padded(*rows, layout.causal, 0, window, scale)
+        dout_SLHD, delta_SLH, lse_SLH = (x.unflatten(0, shape) for x in (dout_THD, delta_TH, lse_TH))
+        q_SLHD, k_SMKD, v_SMKD = (x.unflatten(0, shape) for x in (q_THD, k_UKD, v_UKD))
+        dq_SLHD, dk_SMKD, dv_SMKD = _backward_padded(dout_SLHD, delta_SLH, lse_SLH, q_SLHD, k_SMKD, v_SMKD, layout.causal, 0, window, scale)
         return dq_SLHD.flatten(0, 1), dk_SMKD.flatten(0, 1), dv_SMKD.flatten(0, 1), dsink_H
 
     dq_THD, dk_UKD, dv_UKD = torch.zeros_like(q_THD), torch.zeros_like(k_UKD), torch.zeros_like(v_UKD)
@@ -104,7 +102,7 @@ def _forward_padded(
     q_SLHD: Tensor, k_SMKD: Tensor, v_SMKD: Tensor, sink_H: Tensor | None, causal: bool, extra: int, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of S sequences padded at their ends. What padded queries return means nothing; no real query sees a padded key."""
-    S, L, H, D = q_SLHD.shape
+    S, L, H, _ = q_SLHD.shape
     weight_BRM = _scores(q_SLHD, k_SMKD, causal, extra, window, scale)
     K = k_SMKD.shape[2]
     # Scores are in base 2 (log2 instead of nats): exp2 needs a third of exp's time on a CPU, and less still where scores are far apart.
@@ -120,7 +118,7 @@ def _forward_padded(
     # A query that sees nothing, without a sink, has total 0 and output 0.
     out_BRD = torch.bmm(weight_BRM, _keys_by_matrix(v_SMKD, weight_BRM.dtype)) * total_BR1.reciprocal().masked_fill_(total_BR1 == 0, 0.0)
     lse_BR1 = (total_BR1.log2() + highest_BR1) * LN2
-    return _rows_to_queries(out_BRD, S, H).to(q_SLHD.dtype), lse_BR1.view(S, H, L).transpose(1, 2)
+    return _rows_to_queries(out_BRD, S, L, H).to(q_SLHD.dtype), lse_BR1.view(S, H, L).transpose(1, 2)
 
 
 def _backward_padded(
@@ -136,10 +134,10 @@ def _backward_padded(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """P = exp(score - lse), dS = P * (dO . V - delta); then dV = P^T dO, dQ = dS K and dK = dS^T Q, the last two times the scale."""
-    S, _, H, _ = q_SLHD.shape
+    S, L, H, _ = q_SLHD.shape
     K = k_SMKD.shape[2]
     compute = _compute_dtype(q_SLHD)
-    lse_BR1, delta_BR1 = (x.to(compute).transpose(1, 2).reshape(S * K, -1, 1) for x in (lse_SLH, delta_SLH))
+    lse_BR1, delta_BR1 = (x.to(compute).transpose(1, 2).reshape(S * K, H // K * L, 1) for x in (lse_SLH, delta_SLH))
     dout_BRD, q_BRD = _queries_by_matrix(dout_SLHD, K, compute), _queries_by_matrix(q_SLHD, K, compute)
     weight_BRM = _scores(q_SLHD, k_SMKD, causal, extra, window, scale).sub_(lse_BR1 / LN2).exp2_()
     dv_BMD = torch.bmm(weight_BRM.mT, dout_BRD)
@@ -147,14 +145,14 @@ def _backward_padded(
     dq_BRD = torch.bmm(dscore_BRM, _keys_by_matrix(k_SMKD, compute)).mul_(scale)
     dk_BMD = torch.bmm(dscore_BRM.mT, q_BRD).mul_(scale)
     dk_SMKD, dv_SMKD = (x.unflatten(0, (S, K)).transpose(1, 2) for x in (dk_BMD, dv_BMD))
-    return _rows_to_queries(dq_BRD, S, H).to(q_SLHD.dtype), dk_SMKD.to(k_SMKD.dtype), dv_SMKD.to(v_SMKD.dtype)
+    return _rows_to_queries(dq_BRD, S, L, H).to(q_SLHD.dtype), dk_SMKD.to(k_SMKD.dtype), dv_SMKD.to(v_SMKD.dtype)
 
 
 def _scores(q_SLHD: Tensor, k_SMKD: Tensor, causal: bool, extra: int, window: int | None, scale: float) -> Tensor:
     """[B, R, M], in base 2, -inf where hidden: one mask for all sequences, since padding sits behind every real token, where causality
     hides it already."""
     compute = _compute_dtype(q_SLHD)
-    (S, L, H, _), (_, M, K, _) = q_SLHD.shape, k_SMKD.shape
+    (_, L, H, _), (_, M, K, _) = q_SLHD.shape, k_SMKD.shape
     q_BRD = _queries_by_matrix(q_SLHD, K, compute).mul(scale / LN2)
     k_BDM = _keys_by_matrix(k_SMKD, compute).mT
     if not causal:
@@ -174,9 +172,9 @@ def _queries_by_matrix(x_SLHD: Tensor, K: int, dtype: torch.dtype) -> Tensor:
     return x_SLHD.to(dtype).view(S, L, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(S * K, H // K * L, D)
 
 
-def _rows_to_queries(x_BRD: Tensor, S: int, H: int) -> Tensor:
+def _rows_to_queries(x_BRD: Tensor, S: int, L: int, H: int) -> Tensor:
     """[S * K, G * L, D] -> [S, L, H, D]"""
-    return x_BRD.reshape(S, H, -1, x_BRD.shape[-1]).transpose(1, 2).contiguous()
+    return x_BRD.reshape(S, H, L, x_BRD.shape[2]).transpose(1, 2).contiguous()
 
 
 def _keys_by_matrix(x_SMKD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,22 +17,27 @@ def missing(device: torch.device, dtype: torch.dtype, head_dim: int, determinist
     """What this machine lacks for the backend, in one line; None: nothing."""
     if find_spec("triton") is None:
         return "the package triton is not installed; it comes with torch for CUDA (pip install triton==3.6.0)"
-    import triton
+    from triton import knobs
 
     if device.type != "cuda":
-        if triton.knobs.runtime.interpret:
+        if knobs.runtime.interpret:
             _mend_interpreter()
-            return None
+            return _wrong_head_dim(head_dim)
         return (
             f"its kernels run on a CUDA GPU, and q_THD is on {device}; on a CPU set TRITON_INTERPRET=1 (slow, for tests) or use 'reference'"
         )
-    if torch.cuda.get_device_capability(device)[0] < 8:
-        return f"it needs compute capability 8.0 or later, and {torch.cuda.get_device_name(device)} has less; use 'reference'"
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        name = torch.cuda.get_device_name(device)
+        return f"it reads through the tensor memory accelerator, which comes with Hopper, and {name} has none; use 'reference'"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it computes bfloat16, float16 and float32 on a GPU, not {dtype}; use 'reference'"
-    if head_dim > 128:
-        return f"it holds head dims up to 128, not {head_dim}; use 'reference'"
-    return None
+    return _wrong_head_dim(head_dim)
+
+
+def _wrong_head_dim(head_dim: int) -> str | None:
+    if head_dim in (16, 32, 64, 128):
+        return None
+    return f"its kernels are written for head dims 16, 32, 64 and 128, not {head_dim}; use 'reference'"
 
 
 def forward(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """Our Triton backward kernels: gradients of attention with sinks, without atomics, so that the same inputs give the same bits.
 
-In: what the forward pass saved and the cotangents of output and log-sum-exp. Out: dq, dk, dv, dsink, as reference.backward, their slow exact
-twin. Tiles, row intervals and masks are those of triton_forward.py.
+In: what the forward pass saved and the cotangents of output and log-sum-exp. Out: dq, dk, dv, dsink, as reference.backward, their slow
+exact twin. Tiles, row intervals and masks are those of triton_forward.py.
 
 Two kernels. The first owns queries: it makes delta = rowsum(dO . O) - dlse on the way (and each tile's share of dsink), then walks over its
 keys for dq. The second owns keys: it walks over the queries that see them, all G heads of its kv head in turn, and adds dk and dv up in
@@ -11,23 +11,43 @@ blocks race, and no reduction over the heads of a group.
 Shape legend: as triton_forward.py.
 """
 
+# Kernels are compiled by Triton, not run by Python: their constants and tuples mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportReturnType=false, reportCallIssue=false, reportIndexIssue=false
+# ruff: noqa: C408
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_gptoss.attention.layout import Layout
 from megatron_gptoss.attention.triton_forward import (
-    LOG2E, ONE_SHOT_WINDOW, Tile, is_visible, load_rows, load_tile, row_interval, row_positions, shape_arguments, tile_range, window_tiles,
-)  # fmt: skip
+    LOG2E,
+    ONE_SHOT_WINDOW,
+    Tile,
+    aligned,
+    hide,
+    is_visible,
+    key_tiles,
+    one_sequence,
+    one_shot_keys,
+    padded_rows,
+    row_interval,
+    row_positions,
+    row_tiles,
+    shape_arguments,
+    store_rows,
+    tile_range,
+)
 
 # Chosen on an H200 by tools/tune_attention.py for head_dim 64, bfloat16; docs/performance.md has the figures.
-QUERIES_FULL = Tile(rows=128, keys=64, warps=4, stages=3)
-QUERIES_WINDOW = Tile(rows=128, keys=64, warps=4, stages=1)
-KEYS_FULL = Tile(rows=64, keys=128, warps=8, stages=3)
-KEYS_WINDOW = Tile(rows=128, keys=64, warps=4, stages=2)
+QUERIES_FULL = Tile(rows=64, keys=128, warps=4, stages=3)
+QUERIES_WINDOW = Tile(rows=64, keys=64, warps=4, stages=2, run=16)
+KEYS_FULL = Tile(rows=64, keys=64, warps=4, stages=3)
+KEYS_WINDOW = Tile(rows=64, keys=64, warps=4, stages=3, registers=168)
 
 
 def backward(
@@ -45,142 +65,405 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As reference.backward. Deterministic whether asked or not."""
-    q_THD, k_UKD, v_UKD, dout_THD, out_THD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_UKD, v_UKD, dout_THD, out_THD))
-    lse_TH = lse_TH.contiguous()
-    dlse_TH = None if dlse_TH is None else dlse_TH.contiguous()
-    (T, H, _), K = q_THD.shape, k_UKD.shape[1]
+    q_THD, k_UKD, v_UKD, dout_THD, out_THD = (aligned(x) for x in (q_THD, k_UKD, v_UKD, dout_THD, out_THD))
+    (T, H, _), U, K = q_THD.shape, layout.num_keys, k_UKD.shape[1]
     dq_THD, dk_UKD, dv_UKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_UKD, v_UKD))
-    if T == 0 or layout.num_keys == 0:
+    if T == 0 or U == 0:
         dsink_H = None if sink_H is None else sink_gradient(dout_THD, dlse_TH, out_THD, lse_TH, sink_H)
         return dq_THD.zero_(), dk_UKD.zero_(), dv_UKD.zero_(), dsink_H
-
-    shape = shape_arguments(q_THD, k_UKD, layout, window, scale)
-    packed = not layout.is_plain
+    lse_HT = lse_TH.T
+    if lse_HT.stride(1) != 1 or lse_HT.stride(0) % 8 or lse_HT.data_ptr() % 16:  # another backend's, or merged by a ring
+        lse_HT = padded_rows(H, T, lse_TH.dtype, lse_TH.device).copy_(lse_HT)
+    dlse_HT = None if dlse_TH is None else dlse_TH.T.contiguous()
+    delta_HT = padded_rows(H, T, lse_TH.dtype, lse_TH.device)
     one_shot = window is not None and window <= ONE_SHOT_WINDOW and layout.causal
-    delta_TH = torch.empty_like(lse_TH)
-    common = dict(
-        Q=q_THD, K=k_UKD, V=v_UKD, DOUT=dout_THD, LSE=lse_TH, DELTA=delta_TH, START=layout.start_T if packed else None,
-        q_st=q_THD.stride(0), q_sh=q_THD.stride(1), k_st=k_UKD.stride(0), k_sh=k_UKD.stride(1), v_st=v_UKD.stride(0), v_sh=v_UKD.stride(1),
-        do_st=dout_THD.stride(0), do_sh=dout_THD.stride(1), PACKED=packed, **shape,
-    )  # fmt: skip
+    shape = shape_arguments(H, k_UKD, layout, window, scale)
+    strides = dict(k_sh=k_UKD.stride(1), v_sh=v_UKD.stride(1))
+    start_T = None if layout.is_plain else layout.start_T
 
     tile = QUERIES_WINDOW if one_shot else QUERIES_FULL
     positions = max(tile.rows // shape["G2"], 1)
-    num_tiles = triton.cdiv(T, positions)
-    partial_NH = None if sink_H is None else torch.empty(num_tiles, H, dtype=lse_TH.dtype, device=q_THD.device)
-    _dq_kernel[(num_tiles, K)](
-        **common, OUT=out_THD, DLSE=dlse_TH, SINK=sink_H, DQ=dq_THD, DSINK=partial_NH, o_st=out_THD.stride(0), o_sh=out_THD.stride(1),
-        BP=positions, BN=tile.keys, ONE_SHOT=one_shot, HAS_SINK=sink_H is not None, HAS_DLSE=dlse_TH is not None,
-        **window_tiles(window, positions), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    run = tile.run_for(triton.cdiv(T, positions) * K) if one_shot else 1
+    num_tiles = triton.cdiv(T, positions * run) * run
+    half, near = one_shot_keys(window, positions) if one_shot else (tile.keys, tile.keys)
+    partial_NH = None if sink_H is None else torch.empty(num_tiles, H, dtype=lse_HT.dtype, device=lse_HT.device)
+    q_rows, dout_rows, out_rows = (row_tiles(x, positions, shape["G2"]) for x in (q_THD, dout_THD, out_THD))
+    arguments = dict(
+        Q=q_rows,
+        K=key_tiles(k_UKD, half),
+        V=key_tiles(v_UKD, half),
+        DOUT=dout_rows,
+        OUT=out_rows,
+        LSE=lse_HT,
+        lse_sh=lse_HT.stride(0),
+        DLSE=dlse_HT,
+        SINK=sink_H,
+        START=start_T,
+        DQ=dq_THD,
+        DELTA=delta_HT,
+        delta_sh=delta_HT.stride(0),
+        DSINK=partial_NH,
+        BP=positions,
+        HAS_SINK=sink_H is not None,
+        HAS_DLSE=dlse_HT is not None,
+        **strides,
+        **shape,
+        **tile.options,
+    )
+    if one_shot:
+        _dq_window_kernel[num_tiles // run, K](
+            **arguments, K_NEAR=key_tiles(k_UKD, near), V_NEAR=key_tiles(v_UKD, near), HALF=half, NEAR=near, RUN=run, STAGES=tile.stages
+        )
+    else:
+        _dq_kernel[num_tiles, K](**arguments, BN=tile.keys)
 
     tile = KEYS_WINDOW if one_shot else KEYS_FULL
-    _dkv_kernel[(triton.cdiv(layout.num_keys, tile.keys), K)](
-        **common, STOP=layout.stop_U if packed else None, DK=dk_UKD, DV=dv_UKD, KV=K,
-        BP=max(tile.rows // shape["G2"], 1), BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    _dkv_kernel[triton.cdiv(U, tile.keys), K](
+        Q=key_tiles(q_THD, tile.rows),
+        DOUT=key_tiles(dout_THD, tile.rows),
+        K=key_tiles(k_UKD, tile.keys),
+        V=key_tiles(v_UKD, tile.keys),
+        LSE=_vector(lse_HT, tile.rows),
+        DELTA=_vector(delta_HT, tile.rows),
+        lse_sh=lse_HT.stride(0),
+        delta_sh=delta_HT.stride(0),
+        START=start_T,
+        STOP=None if layout.is_plain else layout.stop_U,
+        DK=dk_UKD,
+        DV=dv_UKD,
+        q_sh=q_THD.stride(1),
+        do_sh=dout_THD.stride(1),
+        KV=K,
+        BP=tile.rows,
+        BN=tile.keys,
+        STAGES=tile.stages,
+        **strides,
+        **shape,
+        **tile.options,
+    )
     return dq_THD, dk_UKD, dv_UKD, None if partial_NH is None or sink_H is None else partial_NH.sum(0).to(sink_H.dtype)
 
 
 def sink_gradient(dout_THD: Tensor, dlse_TH: Tensor | None, out_THD: Tensor, lse_TH: Tensor, sink_H: Tensor) -> Tensor:
     """dsink_H alone, for backends whose backward knows no sink: one pass over dO and O. Deterministic."""
     T, H, D = out_THD.shape
-    dout_THD, out_THD = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout_THD, out_THD))
-    positions = 32
-    partial_NH = torch.empty(max(triton.cdiv(T, positions), 1), H, dtype=lse_TH.dtype, device=lse_TH.device)
     if T == 0:
         return torch.zeros_like(sink_H)
-    _dsink_kernel[(triton.cdiv(T, positions), H)](
-        DOUT=dout_THD, OUT=out_THD, DLSE=dlse_TH, LSE=lse_TH, SINK=sink_H, DSINK=partial_NH, T=T,
-        do_st=dout_THD.stride(0), do_sh=dout_THD.stride(1), o_st=out_THD.stride(0), o_sh=out_THD.stride(1), l_st=lse_TH.stride(0),
-        l_sh=lse_TH.stride(1), dl_st=0 if dlse_TH is None else dlse_TH.stride(0), dl_sh=0 if dlse_TH is None else dlse_TH.stride(1),
-        D=D, BD=triton.next_power_of_2(D), BP=positions, H=H, HAS_DLSE=dlse_TH is not None,
-        ACC=tl.float64 if lse_TH.dtype == torch.float64 else tl.float32, num_warps=4,
-    )  # fmt: skip
+    dout_THD, out_THD = (aligned(x) for x in (dout_THD, out_THD))
+    lse_HT = lse_TH.T.contiguous()
+    positions, heads = 16, min(triton.next_power_of_2(H), 8)
+    partial_NH = torch.empty(triton.cdiv(T, positions), H, dtype=lse_HT.dtype, device=lse_HT.device)
+    _dsink_kernel[triton.cdiv(T, positions), triton.cdiv(H, heads)](
+        DOUT=row_tiles(dout_THD, positions, heads),
+        OUT=row_tiles(out_THD, positions, heads),
+        LSE=lse_HT,
+        DLSE=None if dlse_TH is None else dlse_TH.T.contiguous(),
+        SINK=sink_H,
+        DSINK=partial_NH,
+        T=T,
+        H=H,
+        D=D,
+        BP=positions,
+        BH=heads,
+        HAS_DLSE=dlse_TH is not None,
+        ACC=tl.float64 if lse_HT.dtype == torch.float64 else tl.float32,
+        num_warps=4,
+    )
     return partial_NH.sum(0).to(sink_H.dtype)
+
+
+def _vector(x_HT: Tensor, length: int) -> TensorDescriptor:
+    """padded_rows as one long vector, read `length` at a time; behind a row come zeros and the next row."""
+    return TensorDescriptor(x_HT, [(x_HT.shape[0] - 1) * x_HT.stride(0) + x_HT.shape[1]], [1], [length])
 
 
 @triton.jit
 def _dq_kernel(
-    Q, K, V, DOUT, OUT, LSE, DLSE, SINK, START, DQ, DELTA, DSINK, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh, o_st, o_sh, T, U,
-    H: tl.constexpr, G: tl.constexpr, G2: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-    FAR: tl.constexpr, NEAR: tl.constexpr, ONE_SHOT: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    Q,
+    K,
+    V,
+    k_sh,
+    v_sh,
+    DOUT,
+    OUT,
+    LSE,
+    lse_sh,
+    DLSE,
+    SINK,
+    START,
+    DQ,
+    DELTA,
+    delta_sh,
+    DSINK,
+    T,
+    U,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    G2: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest tiles first
     p0 = tile * BP
     kv = tl.program_id(1)
     position, head, exists = row_positions(p0, T, kv, G, G2, BP)
     first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
-    place = position.to(tl.int64) * H + head
+    sink = _load_sinks(SINK, kv, G, G2, BP, HAS_SINK, ACC)
+    q, dout, lse, delta = _start(
+        Q,
+        DOUT,
+        OUT,
+        LSE,
+        lse_sh,
+        DLSE,
+        sink,
+        DELTA,
+        delta_sh,
+        DSINK,
+        tile,
+        kv,
+        position,
+        head,
+        exists,
+        T,
+        H,
+        G,
+        G2,
+        D,
+        BP,
+        HAS_SINK,
+        HAS_DLSE,
+        ACC,
+    )
+    dq = tl.zeros([BP * G2, D], dtype=ACC)
+    begin, middle, edge, end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP, BN)
+    for n in tl.range(begin, middle, BN):
+        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, False, 0)
+    for n in tl.range(middle, edge, BN):
+        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, True, 0)
+    for n in tl.range(edge, end, BN):
+        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, False, 0)
+    store_rows(DQ, dq * SCALE, position, head, exists, H, D)
 
-    q = load_rows(Q, q_st, q_sh, position, head, exists, D, BD)
-    dout = load_rows(DOUT, do_st, do_sh, position, head, exists, D, BD)
-    out = load_rows(OUT, o_st, o_sh, position, head, exists, D, BD)
-    lse = tl.load(LSE + place, mask=exists, other=0.0)
+
+@triton.jit
+def _dq_window_kernel(
+    Q,
+    K,
+    V,
+    K_NEAR,
+    V_NEAR,
+    k_sh,
+    v_sh,
+    DOUT,
+    OUT,
+    LSE,
+    lse_sh,
+    DLSE,
+    SINK,
+    START,
+    DQ,
+    DELTA,
+    delta_sh,
+    DSINK,
+    T,
+    U,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    G2: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    HALF: tl.constexpr,
+    NEAR: tl.constexpr,
+    RUN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """RUN tiles in a row; keys as in _forward_window_kernel."""
+    kv = tl.program_id(1)
+    sink = _load_sinks(SINK, kv, G, G2, BP, HAS_SINK, ACC)
+    for step in tl.range(0, RUN, num_stages=STAGES):
+        tile = tl.program_id(0) * RUN + step
+        p0 = tile * BP
+        position, head, exists = row_positions(p0, T, kv, G, G2, BP)
+        first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
+        q, dout, lse, delta = _start(
+            Q,
+            DOUT,
+            OUT,
+            LSE,
+            lse_sh,
+            DLSE,
+            sink,
+            DELTA,
+            delta_sh,
+            DSINK,
+            tile,
+            kv,
+            position,
+            head,
+            exists,
+            T,
+            H,
+            G,
+            G2,
+            D,
+            BP,
+            HAS_SINK,
+            HAS_DLSE,
+            ACC,
+        )
+        near = p0 + (U - T)
+        far, half = near - 2 * HALF, near - HALF
+        easy = one_sequence(far, p0, START, T, PACKED, BP)
+        dq = tl.zeros([BP * G2, D], dtype=ACC)
+        dq = _dq_step(far, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, HALF, SCALE, ACC, easy, 2 * HALF + BP - WINDOW)
+        dq = _dq_step(half, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, HALF, SCALE, ACC, easy, HALF + BP - WINDOW)
+        dq = _dq_step(near, q, dout, dq, lse, delta, first, more, K_NEAR, V_NEAR, kv * k_sh, kv * v_sh, NEAR, SCALE, ACC, False, 0)
+        store_rows(DQ, dq * SCALE, position, head, exists, H, D)
+
+
+@triton.jit
+def _load_sinks(SINK, kv, G: tl.constexpr, G2: tl.constexpr, BP: tl.constexpr, HAS_SINK: tl.constexpr, ACC: tl.constexpr):
+    in_group = tl.arange(0, BP * G2) % G2
+    if HAS_SINK:
+        sink = tl.load(SINK + kv * G + in_group, mask=in_group < G, other=float("-inf")).to(ACC)
+    else:
+        sink = tl.full([BP * G2], float("-inf"), ACC)
+    return sink
+
+
+@triton.jit
+def _start(
+    Q,
+    DOUT,
+    OUT,
+    LSE,
+    lse_sh,
+    DLSE,
+    sink,
+    DELTA,
+    delta_sh,
+    DSINK,
+    tile,
+    kv,
+    position,
+    head,
+    exists,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    G2: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The tile's q, dO, base-2 log-sum-exp and delta; stores delta for the other kernel and the tile's share of dsink."""
+    q = tl.reshape(Q.load([tile * BP, kv * G, 0]), [BP * G2, D])
+    dout = tl.reshape(DOUT.load([tile * BP, kv * G, 0]), [BP * G2, D])
+    out = tl.reshape(OUT.load([tile * BP, kv * G, 0]), [BP * G2, D])
+    lse = tl.load(LSE + head * lse_sh + position, mask=exists, other=float("inf"))
     delta = tl.sum(dout.to(ACC) * out.to(ACC), 1)
     if HAS_DLSE:
-        delta -= tl.load(DLSE + place, mask=exists, other=0.0)
-    tl.store(DELTA + place, delta, mask=exists)
+        delta -= tl.load(DLSE + head * T + position, mask=exists, other=0.0)
+    tl.store(DELTA + head * delta_sh + position, delta, mask=exists)
     if HAS_SINK:
-        sink = tl.load(SINK + head, mask=exists, other=float("-inf")).to(ACC)
-        share = tl.exp2((sink - lse) * LOG2E)
-        dsink = -tl.sum(tl.reshape(share * delta, [BP, G2]), 0)
+        dsink = -tl.sum(tl.reshape(tl.exp2((sink - lse) * LOG2E) * delta, [BP, G2]), 0)
         group = tl.arange(0, G2)
         tl.store(DSINK + tl.cast(tile, tl.int64) * H + kv * G + group, dsink, mask=group < G)
-    lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)  # no key and no sink: every score is masked
-    dq = tl.zeros([BP * G2, BD], dtype=ACC)
-    K += tl.cast(kv, tl.int64) * k_sh
-    V += tl.cast(kv, tl.int64) * v_sh
-
-    if ONE_SHOT:
-        near = p0 + (U - T)
-        FAR_STEP: tl.constexpr = BN if BN < FAR else FAR
-        for step in tl.static_range(FAR // FAR_STEP):
-            n = near - FAR + step * FAR_STEP
-            dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, k_st, v_st, U, D, BD, FAR_STEP, SCALE, ACC, True)
-        dq = _dq_step(near, q, dout, dq, lse, delta, first, more, K, V, k_st, v_st, U, D, BD, NEAR, SCALE, ACC, True)
-    else:
-        begin, middle, edge, end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP, BN)
-        for n in tl.range(begin, middle, BN):
-            dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, k_st, v_st, U, D, BD, BN, SCALE, ACC, True)
-        for n in tl.range(middle, edge, BN):
-            dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, k_st, v_st, U, D, BD, BN, SCALE, ACC, False)
-        for n in tl.range(edge, end, BN):
-            dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, k_st, v_st, U, D, BD, BN, SCALE, ACC, True)
-    column = tl.arange(0, BD)
-    tl.store(DQ + place[:, None] * D + column[None, :], (dq * SCALE).to(DQ.dtype.element_ty), mask=exists[:, None] & (column[None, :] < D))
+    lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)  # no key and no sink: every score is hidden
+    return q, dout, lse, delta
 
 
 @triton.jit
 def _dq_step(
-    n, q, dout, dq, lse, delta, first, more, K, V, k_st, v_st, U, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr,
-    ACC: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    key = load_tile(K, n, U, k_st, BN, D, BD, not MASK)
-    value = load_tile(V, n, U, v_st, BN, D, BD, not MASK)
+    n,
+    q,
+    dout,
+    dq,
+    lse,
+    delta,
+    first,
+    more,
+    K,
+    V,
+    k_column,
+    v_column,
+    N: tl.constexpr,
+    SCALE: tl.constexpr,
+    ACC: tl.constexpr,
+    easy,
+    EDGE: tl.constexpr,
+):
+    """One key tile; easy and EDGE as in hide."""
+    key = K.load([n, k_column])
+    value = V.load([n, v_column])
     score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
     dweight = tl.dot(dout, tl.trans(value), input_precision="ieee", out_dtype=ACC)
-    weight = tl.exp2(score * (SCALE * LOG2E) - lse[:, None])
-    if MASK:
-        weight = tl.where(is_visible(first[:, None], more[:, None], n + tl.arange(0, BN)[None, :]), weight, 0.0)
+    weight = hide(tl.exp2(score * (SCALE * LOG2E) - lse[:, None]), 0.0, n, first, more, easy, EDGE, N)
     dscore = weight * (dweight - delta[:, None])
     return tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
 
 
 @triton.jit
 def _dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, START, STOP, DK, DV, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh, T, U, H: tl.constexpr, KV: tl.constexpr,
-    G: tl.constexpr, G2: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DOUT,
+    LSE,
+    lse_sh,
+    DELTA,
+    delta_sh,
+    START,
+    STOP,
+    DK,
+    DV,
+    q_sh,
+    k_sh,
+    v_sh,
+    do_sh,
+    T,
+    U,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    G: tl.constexpr,
+    G2: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scores are held transposed, [BN, BP], so that the weights are the left factor of both products."""
     n = tl.program_id(0) * BN  # the first keys are seen by the most queries: the longest tiles first
     kv = tl.program_id(1)
     last = tl.minimum(n + BN, U) - 1
-    key = load_tile(K + tl.cast(kv, tl.int64) * k_sh, n, U, k_st, BN, D, BD, False)
-    value = load_tile(V + tl.cast(kv, tl.int64) * v_sh, n, U, v_st, BN, D, BD, False)
-    dk = tl.zeros([BN, BD], dtype=ACC)
-    dv = tl.zeros([BN, BD], dtype=ACC)
+    keys = n + tl.arange(0, BN)
+    key = K.load([n, kv * k_sh])
+    value = V.load([n, kv * v_sh])
+    dk = tl.zeros([BN, D], dtype=ACC)
+    dv = tl.zeros([BN, D], dtype=ACC)
 
     # Queries begin..end see some of these keys; those in middle..edge see all of them.
     begin = 0
@@ -188,83 +471,59 @@ def _dkv_kernel(
     end = tl.load(STOP + last) if PACKED else T
     edge = tl.load(STOP + n) if PACKED else T
     if CAUSAL:
-        begin = tl.maximum(n - (U - T), 0)
+        begin = tl.maximum(n - (U - T), 0) // 8 * 8  # vectors are read from multiples of 16 bytes
         middle = tl.maximum(last - (U - T), 0)
     if WINDOW > 0:
         end = tl.minimum(end, last - (U - T) + WINDOW)
         edge = tl.minimum(edge, n - (U - T) + WINDOW)
-    end = tl.maximum(end, begin)
-    middle = begin + tl.cdiv(middle - begin, BP) * BP
-    middle = tl.minimum(middle, begin + tl.cdiv(end - begin, BP) * BP)
-    if BN + BP > WINDOW and WINDOW > 0:
-        edge = middle  # no tile is seen whole
-    else:
-        edge = middle + tl.maximum(edge - middle, 0) // BP * BP
+    steps = tl.cdiv(tl.maximum(end - begin, 0), BP) * G
+    for step in tl.range(0, steps, num_stages=STAGES):
+        p = begin + step // G * BP
+        head = kv * G + step % G
+        q = Q.load([p, head * q_sh])
+        dout = DOUT.load([p, head * do_sh])
+        lse = LSE.load([head * lse_sh + p]) * LOG2E  # past T comes another head's; such a tile is masked below
+        delta = DELTA.load([head * delta_sh + p])
+        weight = tl.exp2(tl.dot(key, tl.trans(q), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2E) - lse[None, :])
+        if (p < middle) | (p + BP > edge):
+            position = p + tl.arange(0, BP)
+            first, more = row_interval(position, position < T, START, T, U, WINDOW, CAUSAL, PACKED)
+            weight = tl.where(is_visible(first[None, :], more[None, :], keys[:, None]), weight, 0.0)
+        dv = tl.dot(weight.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=ACC)
+        dweight = tl.dot(value, tl.trans(dout), input_precision="ieee", out_dtype=ACC)
+        dscore = weight * (dweight - delta[None, :])
+        dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
 
-    for p in tl.range(begin, middle, BP):
-        dk, dv = _dkv_step(
-            p, n, key, value, dk, dv, Q, DOUT, LSE, DELTA, START, q_st, q_sh, do_st, do_sh, T, U, kv, H, G, G2, D, BD, BP, BN, WINDOW, CAUSAL,
-            SCALE, PACKED, ACC, True,
-        )  # fmt: skip
-    for p in tl.range(middle, edge, BP):
-        dk, dv = _dkv_step(
-            p, n, key, value, dk, dv, Q, DOUT, LSE, DELTA, START, q_st, q_sh, do_st, do_sh, T, U, kv, H, G, G2, D, BD, BP, BN, WINDOW, CAUSAL,
-            SCALE, PACKED, ACC, False,
-        )  # fmt: skip
-    for p in tl.range(edge, end, BP):
-        dk, dv = _dkv_step(
-            p, n, key, value, dk, dv, Q, DOUT, LSE, DELTA, START, q_st, q_sh, do_st, do_sh, T, U, kv, H, G, G2, D, BD, BP, BN, WINDOW, CAUSAL,
-            SCALE, PACKED, ACC, True,
-        )  # fmt: skip
-
-    row = n + tl.arange(0, BN)
-    column = tl.arange(0, BD)
-    place = (row.to(tl.int64) * KV + kv)[:, None] * D + column[None, :]
-    inside = (row < U)[:, None] & (column[None, :] < D)
-    tl.store(DK + place, (dk * SCALE).to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + place, dv.to(DV.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _dkv_step(
-    p, n, key, value, dk, dv, Q, DOUT, LSE, DELTA, START, q_st, q_sh, do_st, do_sh, T, U, kv, H: tl.constexpr, G: tl.constexpr,
-    G2: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SCALE: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries; scores are held transposed, [BN, R], so that the weights are the left factor of both products."""
-    position, head, exists = row_positions(p, T, kv, G, G2, BP)
-    if not MASK:
-        exists = head < (kv + 1) * G  # the tile lies inside
-    q = load_rows(Q, q_st, q_sh, position, head, exists, D, BD)
-    dout = load_rows(DOUT, do_st, do_sh, position, head, exists, D, BD)
-    place = position.to(tl.int64) * H + head
-    lse = tl.load(LSE + place, mask=exists, other=float("inf")) * LOG2E
-    delta = tl.load(DELTA + place, mask=exists, other=0.0)
-    weight = tl.exp2(tl.dot(key, tl.trans(q), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2E) - lse[None, :])
-    if MASK:
-        first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
-        weight = tl.where(is_visible(first[None, :], more[None, :], n + tl.arange(0, BN)[:, None]), weight, 0.0)
-    dv = tl.dot(weight.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=ACC)
-    dweight = tl.dot(value, tl.trans(dout), input_precision="ieee", out_dtype=ACC)
-    dscore = weight * (dweight - delta[None, :])
-    dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
-    return dk, dv
+    head = keys * 0 + kv
+    store_rows(DK, dk * SCALE, keys, head, keys < U, KV, D)
+    store_rows(DV, dv, keys, head, keys < U, KV, D)
 
 
 @triton.jit
 def _dsink_kernel(
-    DOUT, OUT, DLSE, LSE, SINK, DSINK, T, do_st, do_sh, o_st, o_sh, l_st, l_sh, dl_st, dl_sh, D: tl.constexpr, BD: tl.constexpr,
-    BP: tl.constexpr, H: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1)
-    position = tl.program_id(0) * BP + tl.arange(0, BP)
-    exists = position < T
-    dout = load_rows(DOUT, do_st, do_sh, position, position * 0 + head, exists, D, BD)
-    out = load_rows(OUT, o_st, o_sh, position, position * 0 + head, exists, D, BD)
-    row = position.to(tl.int64)
-    lse = tl.load(LSE + row * l_st + head * l_sh, mask=exists, other=float("inf"))
-    delta = tl.sum(dout.to(ACC) * out.to(ACC), 1)
+    DOUT,
+    OUT,
+    LSE,
+    DLSE,
+    SINK,
+    DSINK,
+    T,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    BH: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    position = (tile * BP + tl.arange(0, BP))[:, None]
+    head = (tl.program_id(1) * BH + tl.arange(0, BH))[None, :]
+    exists = (position < T) & (head < H)
+    dout = DOUT.load([tile * BP, tl.program_id(1) * BH, 0]).to(ACC)
+    delta = tl.sum(dout * OUT.load([tile * BP, tl.program_id(1) * BH, 0]).to(ACC), 2)
     if HAS_DLSE:
-        delta -= tl.load(DLSE + row * dl_st + head * dl_sh, mask=exists, other=0.0)
-    sink = tl.load(SINK + head).to(ACC)
-    tl.store(DSINK + tl.program_id(0) * H + head, -tl.sum(tl.exp2((sink - lse) * LOG2E) * delta, 0))
+        delta -= tl.load(DLSE + head * T + position, mask=exists, other=0.0)
+    lse = tl.load(LSE + head * T + position, mask=exists, other=float("inf"))
+    sink = tl.load(SINK + head, mask=head < H, other=0.0).to(ACC)
+    heads = tl.program_id(1) * BH + tl.arange(0, BH)
+    tl.store(DSINK + tl.cast(tile, tl.int64) * H + heads, -tl.sum(tl.exp2((sink - lse) * LOG2E) * delta, 0), mask=heads < H)

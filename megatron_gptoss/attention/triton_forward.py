@@ -1,19 +1,26 @@
 """Our Triton forward kernels: attention with sinks for packed sequences, windowed or full.
 
-In: q, k, v, sinks and a Layout on one GPU (or on the CPU under Triton's interpreter). Out: output and log-sum-exp, as reference.forward, its
-slow exact twin. Nothing here is differentiable; gradients are in triton_backward.py.
+In: q, k, v, sinks and a Layout on one GPU (or on the CPU under Triton's interpreter). Out: output and log-sum-exp, as reference.forward,
+its slow exact twin. Nothing here is differentiable; gradients are in triton_backward.py.
 
-A program owns a tile of R = BP x G2 rows: BP neighbouring positions times the G query heads of one kv head (G2 is G rounded up to a power of
-two). All its rows read the same keys, so each key is loaded once for all heads, and near the diagonal or a window's edge only 16 positions'
-worth of keys are computed in vain instead of 128.
+A program owns a tile of R = BP x G2 rows: BP neighbouring positions times the G query heads of one kv head (G2 is G rounded up to a power
+of two). All its rows read the same keys, so each key is loaded once for all heads, and near the diagonal or a window's edge only a few
+positions' worth of keys are computed in vain instead of 128.
 
-What a row may see is one interval of keys, lo..hi, whatever the mix of causality, window, packing and halo (layout.py); a tile walks from its
-first row's lo to its last row's hi and masks only key tiles that some row does not see whole.
+What a row may see is one interval of keys, whatever the mix of causality, window, packing and halo (layout.py). A tile walks from its first
+row's first key to its last row's last key and masks only key tiles that some row does not see whole.
 
 The sink is the softmax's initial state (highest score = sink, total = 1), so it costs nothing and a row without keys comes out right.
 
-Shape legend: T queries, U keys, H query heads, K kv heads, G = H / K, D head dim (BD: rounded up to a power of two), R rows of a tile.
+Everything big is read by the tensor memory accelerator, through descriptors made on the host: no address arithmetic, and rows outside a
+tensor read as zeros.
+
+Shape legend: T queries, U keys, H query heads, K kv heads, G = H / K, D head dim (a power of two), R rows of a tile, N keys of a tile.
 """
+
+# Kernels are compiled by Triton, not run by Python: their constants and tuples mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportReturnType=false, reportCallIssue=false, reportIndexIssue=false
+# ruff: noqa: C408
 
 from __future__ import annotations
 
@@ -23,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_gptoss.attention.layout import Layout
 
@@ -30,63 +38,130 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOWHERE = tl.constexpr(1 << 30)  # a first key that no key tile reaches
 
+ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 ONE_SHOT_WINDOW = 129  # windows up to here fit the kernel that holds all scores of a row at once
 
 
 class Tile(NamedTuple):
-    """One kernel's shape: rows of a tile (positions x heads), keys of a tile, warps, software-pipelining stages."""
+    """One kernel's shape: rows of a tile (positions x heads), keys of a tile, warps, software-pipelining stages, tiles that one program of
+    a one-shot kernel does in a row, and the registers a thread may have (None: the compiler's choice)."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    run: int = 1
+    registers: int | None = None
+
+    def run_for(self, tiles: int) -> int:
+        """`run`, or less where so few tiles would leave multiprocessors without a program."""
+        run = self.run
+        while run > 1 and tiles < run * ENOUGH_PROGRAMS:
+            run //= 2
+        return run
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        options = dict(num_warps=self.warps, num_stages=self.stages)
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 # Chosen on an H200 by tools/tune_attention.py for head_dim 64, bfloat16; docs/performance.md has the figures.
-FORWARD_FULL = Tile(rows=128, keys=128, warps=8, stages=2)
-FORWARD_WINDOW = Tile(rows=128, keys=128, warps=8, stages=1)
+FORWARD_FULL = Tile(rows=128, keys=64, warps=4, stages=3)
+FORWARD_WINDOW = Tile(rows=128, keys=64, warps=4, stages=2, run=16)
 
 
 def forward(
     q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, sink_H: Tensor | None, layout: Layout, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As reference.forward, for any strides whose last is 1."""
-    q_THD, k_UKD, v_UKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_UKD, v_UKD))
+    """As reference.forward."""
+    q_THD, k_UKD, v_UKD = (aligned(x) for x in (q_THD, k_UKD, v_UKD))
+    (T, H, _), U, K = q_THD.shape, layout.num_keys, k_UKD.shape[1]
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
-    if out_THD.numel() == 0:
-        return out_THD, lse_TH
-    shape = shape_arguments(q_THD, k_UKD, layout, window, scale)
+    lse_HT = padded_rows(H, T, torch.promote_types(q_THD.dtype, torch.float32), q_THD.device)
+    if T == 0 or U == 0:
+        lse_HT.fill_(-torch.inf) if sink_H is None else lse_HT.copy_(sink_H.unsqueeze(1))
+        return out_THD.zero_(), lse_HT.T
+
     one_shot = window is not None and window <= ONE_SHOT_WINDOW and layout.causal
     tile = FORWARD_WINDOW if one_shot else FORWARD_FULL
+    shape = shape_arguments(H, k_UKD, layout, window, scale)
     positions = max(tile.rows // shape["G2"], 1)
-    common = dict(
-        Q=q_THD, K=k_UKD, V=v_UKD, SINK=sink_H, START=None if layout.is_plain else layout.start_T, OUT=out_THD, LSE=lse_TH,
-        q_st=q_THD.stride(0), q_sh=q_THD.stride(1), k_st=k_UKD.stride(0), k_sh=k_UKD.stride(1), v_st=v_UKD.stride(0), v_sh=v_UKD.stride(1),
-        BP=positions, HAS_SINK=sink_H is not None, PACKED=not layout.is_plain, **shape,
-    )  # fmt: skip
-    grid = (triton.cdiv(layout.num_queries, positions), k_UKD.shape[1])
+    num_tiles = triton.cdiv(T, positions)
+    half, near = one_shot_keys(window, positions) if one_shot else (tile.keys, tile.keys)
+    arguments = dict(
+        Q=row_tiles(q_THD, positions, shape["G2"]),
+        K=key_tiles(k_UKD, half),
+        V=key_tiles(v_UKD, half),
+        k_sh=k_UKD.stride(1),
+        v_sh=v_UKD.stride(1),
+        SINK=sink_H,
+        START=None if layout.is_plain else layout.start_T,
+        OUT=out_THD,
+        LSE=lse_HT,
+        lse_sh=lse_HT.stride(0),
+        BP=positions,
+        HAS_SINK=sink_H is not None,
+        **shape,
+        **tile.options,
+    )
     if one_shot:
-        _forward_window_kernel[grid](**common, **window_tiles(window, positions), num_warps=tile.warps, num_stages=tile.stages)
+        run = tile.run_for(num_tiles * K)
+        _forward_window_kernel[triton.cdiv(num_tiles, run), K](
+            **arguments, K_NEAR=key_tiles(k_UKD, near), V_NEAR=key_tiles(v_UKD, near), HALF=half, NEAR=near, RUN=run, STAGES=tile.stages
+        )
     else:
-        _forward_kernel[grid](**common, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages)
-    return out_THD, lse_TH
+        _forward_kernel[num_tiles, K](**arguments, BN=tile.keys)
+    return out_THD, lse_HT.T
 
 
-def shape_arguments(q_THD: Tensor, k_UKD: Tensor, layout: Layout, window: int | None, scale: float) -> dict[str, Any]:
-    """What every kernel needs to know about sizes, visibility and number format."""
-    G = q_THD.shape[1] // k_UKD.shape[1]
-    D = q_THD.shape[2]
+def aligned(x_THD: Tensor) -> Tensor:
+    """x, or a copy of it when its strides do not suit the tensor memory accelerator: 16 bytes or a multiple, the last one 1."""
+    size = x_THD.element_size()
+    fits = x_THD.stride(-1) == 1 and x_THD.stride(0) * size % 16 == 0 and x_THD.stride(1) * size % 16 == 0 and x_THD.data_ptr() % 16 == 0
+    return x_THD if fits else x_THD.contiguous()
+
+
+def padded_rows(H: int, T: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[H, T] whose rows begin at multiples of 16 bytes; the padding behind a row is 0, the row itself not yet written."""
+    x = torch.empty(H, triton.cdiv(T, 8) * 8, dtype=dtype, device=device)
+    x[:, T:].zero_()
+    return x[:, :T]
+
+
+def row_tiles(x_THD: Tensor, positions: int, heads: int) -> TensorDescriptor:
+    """Queries as boxes of [positions, heads, D]."""
+    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), [positions, heads, x_THD.shape[2]])
+
+
+def key_tiles(x_UKD: Tensor, rows: int) -> TensorDescriptor:
+    """All heads side by side as one matrix, read in boxes of [rows, D]; head h begins at column h * stride(1)."""
+    columns = (x_UKD.shape[1] - 1) * x_UKD.stride(1) + x_UKD.shape[2]
+    return TensorDescriptor(x_UKD, [x_UKD.shape[0], columns], [x_UKD.stride(0), 1], [rows, x_UKD.shape[2]])
+
+
+def shape_arguments(H: int, k_UKD: Tensor, layout: Layout, window: int | None, scale: float) -> dict[str, Any]:
+    """What every kernel must know of sizes, visibility and number format."""
+    G = H // k_UKD.shape[1]
     return dict(
-        T=layout.num_queries, U=layout.num_keys, H=q_THD.shape[1], G=G, G2=triton.next_power_of_2(G), D=D,
-        BD=max(triton.next_power_of_2(D), 16), WINDOW=window or 0, CAUSAL=layout.causal, SCALE=scale,
-        ACC=tl.float64 if q_THD.dtype == torch.float64 else tl.float32,
-    )  # fmt: skip
+        T=layout.num_queries,
+        U=layout.num_keys,
+        H=H,
+        G=G,
+        G2=triton.next_power_of_2(G),
+        D=k_UKD.shape[2],
+        WINDOW=(window or 0) if layout.causal else 0,
+        CAUSAL=layout.causal,
+        PACKED=not layout.is_plain,
+        SCALE=scale,
+        ACC=tl.float64 if k_UKD.dtype == torch.float64 else tl.float32,
+    )
 
 
-def window_tiles(window: int | None, positions: int) -> dict[str, int]:
-    """The one-shot kernels see FAR keys before the tile's first position and NEAR from it on."""
-    return dict(FAR=max(triton.next_power_of_2((window or 1) - 1), 16), NEAR=max(positions, 16))
+def one_shot_keys(window: int | None, positions: int) -> tuple[int, int]:
+    """The one-shot kernels see two halves of keys before the tile's first position, and `near` keys from it on."""
+    return max(triton.next_power_of_2((window or 1) - 1) // 2, 16), max(positions, 16)
 
 
 @triton.jit
@@ -94,8 +169,7 @@ def row_positions(p0, T, kv, G: tl.constexpr, G2: tl.constexpr, BP: tl.constexpr
     """Row r of a tile: its position in the packed stream, its query head, and whether it exists."""
     row = tl.arange(0, BP * G2)
     position = p0 + row // G2
-    head_in_group = row % G2
-    return position, kv * G + head_in_group, (position < T) & (head_in_group < G)
+    return position, kv * G + row % G2, (position < T) & (row % G2 < G)
 
 
 @triton.jit
@@ -116,29 +190,35 @@ def is_visible(first, more, key):
 
 
 @triton.jit
-def load_tile(base, first, count, stride, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
-    """[N, BD] rows first..first+N of a [count, D] matrix; rows outside it and columns past D are 0. WHOLE: all rows are inside."""
-    row = tl.arange(0, N)
-    column = tl.arange(0, BD)
-    pointer = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    if WHOLE and D == BD:
-        return tl.load(pointer)
-    inside = (first + row >= 0) & (first + row < count)
-    return tl.load(pointer, mask=inside[:, None] & (column[None, :] < D), other=0.0)
+def hide(x, value, key, first, more, easy, EDGE: tl.constexpr, N: tl.constexpr):
+    """x [R, N] with `value` where a row does not see its key, key..key+N. easy: known, perhaps at run time only, to be hidden left of
+    column EDGE at most; the other columns' comparison is then decided by the compiler, and free."""
+    column = tl.arange(0, N)[None, :]
+    visible = is_visible((first - key)[:, None], more[:, None], column)
+    if EDGE > 0:
+        x = tl.where(visible | (column >= EDGE), x, value)
+    if not easy:
+        x = tl.where(visible, x, value)
+    return x
+
+
+@triton.jit
+def one_sequence(key, p0, START, T, PACKED: tl.constexpr, BP: tl.constexpr):
+    """Whether all rows of the tile and all keys from `key` on belong to one sequence: then only window and causality hide anything."""
+    first = 0
+    if PACKED:
+        first = tl.load(START + tl.minimum(p0 + BP, T) - 1)
+    return (key >= first) & (p0 < T)
 
 
 @triton.jit
 def tile_range(p0, START, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr):
-    """Keys that a tile of positions walks over: begin, middle, edge, end. Tiles in begin..middle and edge..end need a mask, middle..edge do not."""
+    """Keys that a tile of positions walks over: begin, middle, edge, end. Key tiles between middle and edge are seen by all rows."""
     last = tl.minimum(p0 + BP, T) - 1
     begin = tl.load(START + p0) if PACKED else 0
     whole = tl.load(START + last) if PACKED else 0  # from here on every row's own sequence
-    if CAUSAL:
-        end = last + (U - T) + 1
-        whole_end = p0 + (U - T) + 1
-    else:
-        end = U
-        whole_end = U
+    end = last + (U - T) + 1 if CAUSAL else U
+    whole_end = p0 + (U - T) + 1 if CAUSAL else U
     if WINDOW > 0:
         begin = tl.maximum(begin, p0 + (U - T) - (WINDOW - 1))
         whole = tl.maximum(whole, last + (U - T) - (WINDOW - 1))
@@ -151,112 +231,173 @@ def tile_range(p0, START, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PACK
 
 @triton.jit
 def _forward_kernel(
-    Q, K, V, SINK, START, OUT, LSE, q_st, q_sh, k_st, k_sh, v_st, v_sh, T, U, H: tl.constexpr, G: tl.constexpr, G2: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr,
-    HAS_SINK: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    k_sh,
+    v_sh,
+    SINK,
+    START,
+    OUT,
+    LSE,
+    lse_sh,
+    T,
+    U,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    G2: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
+):
     p0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BP  # the longest tiles first
     kv = tl.program_id(1)
     position, head, exists = row_positions(p0, T, kv, G, G2, BP)
     first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
-    q, highest, total = _start(Q, SINK, q_st, q_sh, position, head, exists, D, BD, HAS_SINK, ACC)
-    out = tl.zeros([BP * G2, BD], dtype=ACC)
-    K += tl.cast(kv, tl.int64) * k_sh
-    V += tl.cast(kv, tl.int64) * v_sh
-
+    q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
+    highest, total = _sink_state(SINK, kv, G, G2, BP, HAS_SINK, ACC)
+    out = tl.zeros([BP * G2, D], dtype=ACC)
     begin, middle, edge, end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP, BN)
     for n in tl.range(begin, middle, BN):
-        out, highest, total = _forward_step(n, q, out, highest, total, first, more, K, V, k_st, v_st, U, D, BD, BN, SCALE, ACC, True)
+        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, True)
     for n in tl.range(middle, edge, BN):
-        out, highest, total = _forward_step(n, q, out, highest, total, first, more, K, V, k_st, v_st, U, D, BD, BN, SCALE, ACC, False)
+        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, False)
     for n in tl.range(edge, end, BN):
-        out, highest, total = _forward_step(n, q, out, highest, total, first, more, K, V, k_st, v_st, U, D, BD, BN, SCALE, ACC, True)
-    _finish(OUT, LSE, out, highest, total, position, head, exists, H, D, BD)
+        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, True)
+    _finish(OUT, LSE, lse_sh, out, highest, total, position, head, exists, H, D)
 
 
 @triton.jit
 def _forward_step(
-    n, q, out, highest, total, first, more, K, V, k_st, v_st, U, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr,
-    ACC: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+    n,
+    kv,
+    q,
+    out,
+    highest,
+    total,
+    first,
+    more,
+    K,
+    V,
+    k_sh,
+    v_sh,
+    BN: tl.constexpr,
+    SCALE: tl.constexpr,
+    ACC: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """One key tile of the online softmax. Scores are in base 2: exp2 is one instruction."""
-    key = load_tile(K, n, U, k_st, BN, D, BD, not MASK)
+    key = K.load([n, kv * k_sh])
     score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
     if MASK:
-        score = tl.where(is_visible(first[:, None], more[:, None], n + tl.arange(0, BN)[None, :]), score, float("-inf"))
+        score = hide(score, float("-inf"), n, first, more, False, 0, BN)
     new_highest = tl.maximum(highest, tl.max(score, 1) * (SCALE * LOG2E))
     finite = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASK else new_highest
     weight = tl.exp2(score * (SCALE * LOG2E) - finite[:, None])
     shrink = tl.exp2(highest - finite)
     total = total * shrink + tl.sum(weight, 1)
-    value = load_tile(V, n, U, v_st, BN, D, BD, not MASK)
+    value = V.load([n, kv * v_sh])
     out = tl.dot(weight.to(value.dtype), value, out * shrink[:, None], input_precision="ieee", out_dtype=ACC)
     return out, new_highest, total
 
 
 @triton.jit
 def _forward_window_kernel(
-    Q, K, V, SINK, START, OUT, LSE, q_st, q_sh, k_st, k_sh, v_st, v_sh, T, U, H: tl.constexpr, G: tl.constexpr, G2: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, FAR: tl.constexpr, NEAR: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SCALE: tl.constexpr, HAS_SINK: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """A small window fits whole: all scores of a row at once, one softmax, no running maximum. FAR keys before the tile's first position and
-    NEAR from it on; with 16 positions and a window of 128 that is 144 keys for 128 visible ones."""
-    p0 = tl.program_id(0) * BP
+    Q,
+    K,
+    V,
+    K_NEAR,
+    V_NEAR,
+    k_sh,
+    v_sh,
+    SINK,
+    START,
+    OUT,
+    LSE,
+    lse_sh,
+    T,
+    U,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    G2: tl.constexpr,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    HALF: tl.constexpr,
+    NEAR: tl.constexpr,
+    RUN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A small window fits whole: all scores of a row at once, one softmax, no running maximum. Two HALFs of keys before the tile's first
+    position and NEAR keys from it on; with 16 positions and a window of 128 that is 144 keys for 128 visible ones. RUN tiles in a row, so
+    that the next tile's loads are under way while one computes."""
     kv = tl.program_id(1)
-    position, head, exists = row_positions(p0, T, kv, G, G2, BP)
-    first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
-    q, highest, total = _start(Q, SINK, q_st, q_sh, position, head, exists, D, BD, HAS_SINK, ACC)
-    K += tl.cast(kv, tl.int64) * k_sh
-    V += tl.cast(kv, tl.int64) * v_sh
-    near = p0 + (U - T)
-    far = near - FAR
+    sink, one = _sink_state(SINK, kv, G, G2, BP, HAS_SINK, ACC)
+    for step in tl.range(0, RUN, num_stages=STAGES):
+        p0 = (tl.program_id(0) * RUN + step) * BP
+        position, head, exists = row_positions(p0, T, kv, G, G2, BP)
+        first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
+        near = p0 + (U - T)
+        far, half = near - 2 * HALF, near - HALF
+        q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
+        far_score = tl.dot(q, tl.trans(K.load([far, kv * k_sh])), input_precision="ieee", out_dtype=ACC)
+        half_score = tl.dot(q, tl.trans(K.load([half, kv * k_sh])), input_precision="ieee", out_dtype=ACC)
+        near_score = tl.dot(q, tl.trans(K_NEAR.load([near, kv * k_sh])), input_precision="ieee", out_dtype=ACC)
+        far_value = V.load([far, kv * v_sh])
+        half_value = V.load([half, kv * v_sh])
+        near_value = V_NEAR.load([near, kv * v_sh])
 
-    far_key = load_tile(K, far, U, k_st, FAR, D, BD, False)
-    near_key = load_tile(K, near, U, k_st, NEAR, D, BD, False)
-    far_score = tl.dot(q, tl.trans(far_key), input_precision="ieee", out_dtype=ACC)
-    near_score = tl.dot(q, tl.trans(near_key), input_precision="ieee", out_dtype=ACC)
-    far_value = load_tile(V, far, U, v_st, FAR, D, BD, False)
-    near_value = load_tile(V, near, U, v_st, NEAR, D, BD, False)
-    far_score = tl.where(is_visible(first[:, None], more[:, None], far + tl.arange(0, FAR)[None, :]), far_score, float("-inf"))
-    near_score = tl.where(is_visible(first[:, None], more[:, None], near + tl.arange(0, NEAR)[None, :]), near_score, float("-inf"))
-    new_highest = tl.maximum(highest, tl.maximum(tl.max(far_score, 1), tl.max(near_score, 1)) * (SCALE * LOG2E))
-    finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    far_weight = tl.exp2(far_score * (SCALE * LOG2E) - finite[:, None])
-    near_weight = tl.exp2(near_score * (SCALE * LOG2E) - finite[:, None])
-    total = total * tl.exp2(highest - finite) + tl.sum(far_weight, 1) + tl.sum(near_weight, 1)
-    out = tl.dot(far_weight.to(far_value.dtype), far_value, input_precision="ieee", out_dtype=ACC)
-    out = tl.dot(near_weight.to(near_value.dtype), near_value, out, input_precision="ieee", out_dtype=ACC)
-    _finish(OUT, LSE, out, new_highest, total, position, head, exists, H, D, BD)
+        easy = one_sequence(far, p0, START, T, PACKED, BP)
+        far_score = hide(far_score, float("-inf"), far, first, more, easy, 2 * HALF + BP - WINDOW, HALF)
+        half_score = hide(half_score, float("-inf"), half, first, more, easy, HALF + BP - WINDOW, HALF)
+        near_score = hide(near_score, float("-inf"), near, first, more, False, 0, NEAR)
+        top = tl.maximum(tl.maximum(tl.max(far_score, 1), tl.max(half_score, 1)), tl.max(near_score, 1))
+        highest = tl.maximum(sink, top * (SCALE * LOG2E))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        far_weight = tl.exp2(far_score * (SCALE * LOG2E) - finite[:, None])
+        half_weight = tl.exp2(half_score * (SCALE * LOG2E) - finite[:, None])
+        near_weight = tl.exp2(near_score * (SCALE * LOG2E) - finite[:, None])
+        total = one * tl.exp2(sink - finite) + tl.sum(far_weight, 1) + tl.sum(half_weight, 1) + tl.sum(near_weight, 1)
+        out = tl.dot(far_weight.to(far_value.dtype), far_value, input_precision="ieee", out_dtype=ACC)
+        out = tl.dot(half_weight.to(half_value.dtype), half_value, out, input_precision="ieee", out_dtype=ACC)
+        out = tl.dot(near_weight.to(near_value.dtype), near_value, out, input_precision="ieee", out_dtype=ACC)
+        _finish(OUT, LSE, lse_sh, out, highest, total, position, head, exists, H, D)
 
 
 @triton.jit
-def _start(Q, SINK, q_st, q_sh, position, head, exists, D: tl.constexpr, BD: tl.constexpr, HAS_SINK: tl.constexpr, ACC: tl.constexpr):
-    """The tile's queries, and the softmax's state before any key."""
-    q = load_rows(Q, q_st, q_sh, position, head, exists, D, BD)
+def _sink_state(SINK, kv, G: tl.constexpr, G2: tl.constexpr, BP: tl.constexpr, HAS_SINK: tl.constexpr, ACC: tl.constexpr):
+    """The softmax's state before any key: highest base-2 score and total of a tile's rows."""
+    in_group = tl.arange(0, BP * G2) % G2
     if HAS_SINK:
-        highest = tl.load(SINK + head, mask=exists, other=0.0).to(ACC) * LOG2E
-        total = tl.where(exists, 1.0, 1.0).to(ACC)
+        highest = tl.load(SINK + kv * G + in_group, mask=in_group < G, other=0.0).to(ACC) * LOG2E
+        total = tl.full([BP * G2], 1.0, ACC)
     else:
-        highest = tl.where(exists, float("-inf"), float("-inf")).to(ACC)
-        total = tl.where(exists, 0.0, 0.0).to(ACC)
-    return q, highest, total
+        highest = tl.full([BP * G2], float("-inf"), ACC)
+        total = tl.full([BP * G2], 0.0, ACC)
+    return highest, total
 
 
 @triton.jit
-def load_rows(X, st, sh, position, head, exists, D: tl.constexpr, BD: tl.constexpr):
-    """[R, BD] one row for each (position, head); 0 where it does not exist."""
-    column = tl.arange(0, BD)
-    pointer = X + position.to(tl.int64)[:, None] * st + head[:, None] * sh + column[None, :]
-    return tl.load(pointer, mask=exists[:, None] & (column[None, :] < D), other=0.0)
-
-
-@triton.jit
-def _finish(OUT, LSE, out, highest, total, position, head, exists, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def _finish(OUT, LSE, lse_sh, out, highest, total, position, head, exists, H: tl.constexpr, D: tl.constexpr):
     """Normalise and store; no keys and no sink is output 0 and log-sum-exp -inf."""
-    column = tl.arange(0, BD)
-    place = position.to(tl.int64) * H + head
     out = out * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
-    lse = (highest + tl.log2(total)) * LN2
-    tl.store(OUT + place[:, None] * D + column[None, :], out.to(OUT.dtype.element_ty), mask=exists[:, None] & (column[None, :] < D))
-    tl.store(LSE + place, lse, mask=exists)
+    tl.store(LSE + head * lse_sh + position, (highest + tl.log2(total)) * LN2, mask=exists)
+    store_rows(OUT, out, position, head, exists, H, D)
+
+
+@triton.jit
+def store_rows(X, x, position, head, exists, H: tl.constexpr, D: tl.constexpr):
+    """A tile's rows into contiguous [T, H, D]."""
+    pointer = X + (position.to(tl.int64) * H + head)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(pointer, x.to(X.dtype.element_ty), mask=exists[:, None])

@@ -105,4 +105,3 @@ def test_a_key_exactly_window_back_is_invisible_and_the_next_one_visible():
         changed_v[query - distance] += 1
         after, _ = attend(q, changed_k, changed_v, SINK_H, window=window)
         assert (not torch.equal(after[query], before[query])) == visible, distance
-
