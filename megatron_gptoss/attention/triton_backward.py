@@ -29,14 +29,16 @@ from megatron_gptoss.attention.triton_forward import (
     ONE_SHOT_WINDOW,
     Tile,
     aligned,
+    has_strangers,
     hide,
+    hide_strangers,
     is_visible,
     key_tiles,
-    one_sequence,
     one_shot_keys,
     padded_rows,
     row_interval,
     row_positions,
+    row_start,
     row_tiles,
     shape_arguments,
     store_rows,
@@ -215,7 +217,6 @@ def _dq_kernel(
     p0 = tile * BP
     kv = tl.program_id(1)
     position, head, exists = row_positions(p0, T, kv, G, G2, BP)
-    first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
     sink = _load_sinks(SINK, kv, G, G2, BP, HAS_SINK, ACC)
     q, dout, lse, delta = _start(
         Q,
@@ -244,13 +245,15 @@ def _dq_kernel(
         ACC,
     )
     dq = tl.zeros([BP * G2, D], dtype=ACC)
-    begin, middle, edge, end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP, BN)
-    for n in tl.range(begin, middle, BN):
-        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, False, 0)
-    for n in tl.range(middle, edge, BN):
-        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, True, 0)
-    for n in tl.range(edge, end, BN):
-        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, False, 0)
+    begin, end, whole, whole_end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP)
+    for n in tl.range(begin, end, BN):
+        key, weight, dweight = _weights(n, q, dout, lse, K, V, kv * k_sh, kv * v_sh, SCALE, ACC)
+        if (n < whole) | (n + BN > whole_end):
+            first, more = row_interval(position, T, U, WINDOW, CAUSAL)
+            weight = hide(weight, 0.0, n, first, more, BN, BN)
+            weight = hide_strangers(weight, 0.0, n, row_start(START, position, T, PACKED), BN)
+        dscore = weight * (dweight - delta[:, None])
+        dq = tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
     store_rows(DQ, dq * SCALE, position, head, exists, H, D)
 
 
@@ -300,7 +303,7 @@ def _dq_window_kernel(
         tile = tl.program_id(0) * RUN + step
         p0 = tile * BP
         position, head, exists = row_positions(p0, T, kv, G, G2, BP)
-        first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
+        first, more = row_interval(position, T, U, WINDOW, CAUSAL)
         q, dout, lse, delta = _start(
             Q,
             DOUT,
@@ -329,11 +332,23 @@ def _dq_window_kernel(
         )
         near = p0 + (U - T)
         far, half = near - 2 * HALF, near - HALF
-        easy = one_sequence(far, p0, START, T, PACKED, BP)
+        strangers = has_strangers(far, p0, START, T, PACKED, BP)
         dq = tl.zeros([BP * G2, D], dtype=ACC)
-        dq = _dq_step(far, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, HALF, SCALE, ACC, easy, 2 * HALF + BP - WINDOW)
-        dq = _dq_step(half, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, HALF, SCALE, ACC, easy, HALF + BP - WINDOW)
-        dq = _dq_step(near, q, dout, dq, lse, delta, first, more, K_NEAR, V_NEAR, kv * k_sh, kv * v_sh, NEAR, SCALE, ACC, False, 0)
+        for part in tl.static_range(3):
+            if part == 2:
+                n = near
+                key, weight, dweight = _weights(n, q, dout, lse, K_NEAR, V_NEAR, kv * k_sh, kv * v_sh, SCALE, ACC)
+                weight = hide(weight, 0.0, n, first, more, NEAR, NEAR)
+                if strangers:
+                    weight = hide_strangers(weight, 0.0, n, row_start(START, position, T, PACKED), NEAR)
+            else:
+                n = far if part == 0 else half
+                key, weight, dweight = _weights(n, q, dout, lse, K, V, kv * k_sh, kv * v_sh, SCALE, ACC)
+                weight = hide(weight, 0.0, n, first, more, (2 - part) * HALF + BP - WINDOW, HALF)
+                if strangers:
+                    weight = hide_strangers(weight, 0.0, n, row_start(START, position, T, PACKED), HALF)
+            dscore = weight * (dweight - delta[:, None])
+            dq = tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
         store_rows(DQ, dq * SCALE, position, head, exists, H, D)
 
 
@@ -392,33 +407,13 @@ def _start(
 
 
 @triton.jit
-def _dq_step(
-    n,
-    q,
-    dout,
-    dq,
-    lse,
-    delta,
-    first,
-    more,
-    K,
-    V,
-    k_column,
-    v_column,
-    N: tl.constexpr,
-    SCALE: tl.constexpr,
-    ACC: tl.constexpr,
-    easy,
-    EDGE: tl.constexpr,
-):
-    """One key tile; easy and EDGE as in hide."""
+def _weights(n, q, dout, lse, K, V, k_column, v_column, SCALE: tl.constexpr, ACC: tl.constexpr):
+    """One key tile: its keys, the softmax's weights before any mask, and their cotangents."""
     key = K.load([n, k_column])
     value = V.load([n, v_column])
     score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
     dweight = tl.dot(dout, tl.trans(value), input_precision="ieee", out_dtype=ACC)
-    weight = hide(tl.exp2(score * (SCALE * LOG2E) - lse[:, None]), 0.0, n, first, more, easy, EDGE, N)
-    dscore = weight * (dweight - delta[:, None])
-    return tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
+    return key, tl.exp2(score * (SCALE * LOG2E) - lse[:, None]), dweight
 
 
 @triton.jit
@@ -487,8 +482,11 @@ def _dkv_kernel(
         weight = tl.exp2(tl.dot(key, tl.trans(q), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2E) - lse[None, :])
         if (p < middle) | (p + BP > edge):
             position = p + tl.arange(0, BP)
-            first, more = row_interval(position, position < T, START, T, U, WINDOW, CAUSAL, PACKED)
-            weight = tl.where(is_visible(first[None, :], more[None, :], keys[:, None]), weight, 0.0)
+            first, more = row_interval(position, T, U, WINDOW, CAUSAL)
+            seen = is_visible(first[None, :], more[None, :], keys[:, None]) & (position < T)[None, :]
+            if PACKED:
+                seen = seen & (keys[:, None] >= row_start(START, position, T, PACKED)[None, :])
+            weight = tl.where(seen, weight, 0.0)
         dv = tl.dot(weight.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=ACC)
         dweight = tl.dot(value, tl.trans(dout), input_precision="ieee", out_dtype=ACC)
         dscore = weight * (dweight - delta[None, :])

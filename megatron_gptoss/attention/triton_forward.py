@@ -173,14 +173,18 @@ def row_positions(p0, T, kv, G: tl.constexpr, G2: tl.constexpr, BP: tl.constexpr
 
 
 @triton.jit
-def row_interval(position, exists, START, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr):
-    """First key of each row and how many more it sees; a row that sees nothing begins at NOWHERE."""
+def row_interval(position, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """What causality and window let each row see: its first key, and how many more; a row that sees nothing begins at NOWHERE. Where the
+    row's sequence begins is another matter: row_start."""
     last = position + (U - T) if CAUSAL else position * 0 + (U - 1)
-    first = tl.load(START + position, mask=exists, other=0) if PACKED else position * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, last - (WINDOW - 1))
-    sees = exists & (last >= first)
-    return tl.where(sees, first, NOWHERE), tl.where(sees, last - first, 0)
+    first = tl.maximum(last - (WINDOW - 1), 0) if WINDOW > 0 else position * 0
+    return tl.where(last >= first, first, NOWHERE), tl.where(last >= first, last - first, 0)
+
+
+@triton.jit
+def row_start(START, position, T, PACKED: tl.constexpr):
+    """First key of each row's sequence."""
+    return tl.load(START + position, mask=position < T, other=0) if PACKED else position * 0
 
 
 @triton.jit
@@ -190,43 +194,41 @@ def is_visible(first, more, key):
 
 
 @triton.jit
-def hide(x, value, key, first, more, easy, EDGE: tl.constexpr, N: tl.constexpr):
-    """x [R, N] with `value` where a row does not see its key, key..key+N. easy: known, perhaps at run time only, to be hidden left of
-    column EDGE at most; the other columns' comparison is then decided by the compiler, and free."""
-    column = tl.arange(0, N)[None, :]
-    visible = is_visible((first - key)[:, None], more[:, None], column)
+def hide(x, value, key, first, more, EDGE: tl.constexpr, N: tl.constexpr):
+    """x [R, N] with `value` where a row's interval does not hold its key, key..key+N. Every row is known to see the columns from EDGE on:
+    the compiler decides their comparison, and they cost nothing."""
     if EDGE > 0:
+        column = tl.arange(0, N)[None, :]
+        visible = is_visible((first - key)[:, None], more[:, None], column)
         x = tl.where(visible | (column >= EDGE), x, value)
-    if not easy:
-        x = tl.where(visible, x, value)
     return x
 
 
 @triton.jit
-def one_sequence(key, p0, START, T, PACKED: tl.constexpr, BP: tl.constexpr):
-    """Whether all rows of the tile and all keys from `key` on belong to one sequence: then only window and causality hide anything."""
-    first = 0
-    if PACKED:
-        first = tl.load(START + tl.minimum(p0 + BP, T) - 1)
-    return (key >= first) & (p0 < T)
+def hide_strangers(x, value, key, start, N: tl.constexpr):
+    """x [R, N] with `value` for keys before the row's own sequence."""
+    return tl.where((key + tl.arange(0, N))[None, :] >= start[:, None], x, value)
 
 
 @triton.jit
-def tile_range(p0, START, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr):
-    """Keys that a tile of positions walks over: begin, middle, edge, end. Key tiles between middle and edge are seen by all rows."""
+def has_strangers(key, p0, START, T, PACKED: tl.constexpr, BP: tl.constexpr):
+    """Whether keys from `key` on come before the sequence of some row of the tile (or before all keys)."""
+    start = tl.load(START + tl.minimum(p0 + BP, T) - 1) if PACKED else 0
+    return key < start
+
+
+@triton.jit
+def tile_range(p0, START, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, BP: tl.constexpr):
+    """Keys that a tile of positions walks over: begin..end; those in whole..whole_end are seen by all its rows."""
     last = tl.minimum(p0 + BP, T) - 1
     begin = tl.load(START + p0) if PACKED else 0
-    whole = tl.load(START + last) if PACKED else 0  # from here on every row's own sequence
+    whole = tl.load(START + last) if PACKED else 0
     end = last + (U - T) + 1 if CAUSAL else U
     whole_end = p0 + (U - T) + 1 if CAUSAL else U
     if WINDOW > 0:
         begin = tl.maximum(begin, p0 + (U - T) - (WINDOW - 1))
         whole = tl.maximum(whole, last + (U - T) - (WINDOW - 1))
-    end = tl.maximum(end, begin)
-    middle = begin + tl.cdiv(tl.maximum(whole - begin, 0), BN) * BN
-    middle = tl.minimum(middle, begin + tl.cdiv(end - begin, BN) * BN)
-    edge = middle + tl.maximum(whole_end - middle, 0) // BN * BN
-    return begin, middle, edge, end
+    return begin, tl.maximum(end, begin), whole, whole_end
 
 
 @triton.jit
@@ -259,52 +261,27 @@ def _forward_kernel(
     p0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BP  # the longest tiles first
     kv = tl.program_id(1)
     position, head, exists = row_positions(p0, T, kv, G, G2, BP)
-    first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
     q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
     highest, total = _sink_state(SINK, kv, G, G2, BP, HAS_SINK, ACC)
     out = tl.zeros([BP * G2, D], dtype=ACC)
-    begin, middle, edge, end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP, BN)
-    for n in tl.range(begin, middle, BN):
-        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, True)
-    for n in tl.range(middle, edge, BN):
-        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, False)
-    for n in tl.range(edge, end, BN):
-        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, True)
+    begin, end, whole, whole_end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP)
+    for n in tl.range(begin, end, BN):
+        key = K.load([n, kv * k_sh])
+        # Scores are in base 2: exp2 is one instruction.
+        score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
+        if (n < whole) | (n + BN > whole_end):
+            first, more = row_interval(position, T, U, WINDOW, CAUSAL)
+            score = hide(score, float("-inf"), n, first, more, BN, BN)
+            score = hide_strangers(score, float("-inf"), n, row_start(START, position, T, PACKED), BN)
+        new_highest = tl.maximum(highest, tl.max(score, 1) * (SCALE * LOG2E))
+        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weight = tl.exp2(score * (SCALE * LOG2E) - finite[:, None])
+        shrink = tl.exp2(highest - finite)
+        total = total * shrink + tl.sum(weight, 1)
+        value = V.load([n, kv * v_sh])
+        out = tl.dot(weight.to(value.dtype), value, out * shrink[:, None], input_precision="ieee", out_dtype=ACC)
+        highest = new_highest
     _finish(OUT, LSE, lse_sh, out, highest, total, position, head, exists, H, D)
-
-
-@triton.jit
-def _forward_step(
-    n,
-    kv,
-    q,
-    out,
-    highest,
-    total,
-    first,
-    more,
-    K,
-    V,
-    k_sh,
-    v_sh,
-    BN: tl.constexpr,
-    SCALE: tl.constexpr,
-    ACC: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """One key tile of the online softmax. Scores are in base 2: exp2 is one instruction."""
-    key = K.load([n, kv * k_sh])
-    score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
-    if MASK:
-        score = hide(score, float("-inf"), n, first, more, False, 0, BN)
-    new_highest = tl.maximum(highest, tl.max(score, 1) * (SCALE * LOG2E))
-    finite = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASK else new_highest
-    weight = tl.exp2(score * (SCALE * LOG2E) - finite[:, None])
-    shrink = tl.exp2(highest - finite)
-    total = total * shrink + tl.sum(weight, 1)
-    value = V.load([n, kv * v_sh])
-    out = tl.dot(weight.to(value.dtype), value, out * shrink[:, None], input_precision="ieee", out_dtype=ACC)
-    return out, new_highest, total
 
 
 @triton.jit
@@ -347,7 +324,7 @@ def _forward_window_kernel(
     for step in tl.range(0, RUN, num_stages=STAGES):
         p0 = (tl.program_id(0) * RUN + step) * BP
         position, head, exists = row_positions(p0, T, kv, G, G2, BP)
-        first, more = row_interval(position, exists, START, T, U, WINDOW, CAUSAL, PACKED)
+        first, more = row_interval(position, T, U, WINDOW, CAUSAL)
         near = p0 + (U - T)
         far, half = near - 2 * HALF, near - HALF
         q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
@@ -358,10 +335,14 @@ def _forward_window_kernel(
         half_value = V.load([half, kv * v_sh])
         near_value = V_NEAR.load([near, kv * v_sh])
 
-        easy = one_sequence(far, p0, START, T, PACKED, BP)
-        far_score = hide(far_score, float("-inf"), far, first, more, easy, 2 * HALF + BP - WINDOW, HALF)
-        half_score = hide(half_score, float("-inf"), half, first, more, easy, HALF + BP - WINDOW, HALF)
-        near_score = hide(near_score, float("-inf"), near, first, more, False, 0, NEAR)
+        far_score = hide(far_score, float("-inf"), far, first, more, 2 * HALF + BP - WINDOW, HALF)
+        half_score = hide(half_score, float("-inf"), half, first, more, HALF + BP - WINDOW, HALF)
+        near_score = hide(near_score, float("-inf"), near, first, more, NEAR, NEAR)
+        if has_strangers(far, p0, START, T, PACKED, BP):
+            start = row_start(START, position, T, PACKED)
+            far_score = hide_strangers(far_score, float("-inf"), far, start, HALF)
+            half_score = hide_strangers(half_score, float("-inf"), half, start, HALF)
+            near_score = hide_strangers(near_score, float("-inf"), near, start, NEAR)
         top = tl.maximum(tl.maximum(tl.max(far_score, 1), tl.max(half_score, 1)), tl.max(near_score, 1))
         highest = tl.maximum(sink, top * (SCALE * LOG2E))
         finite = tl.where(highest == float("-inf"), 0.0, highest)
