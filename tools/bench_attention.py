@@ -151,7 +151,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sink attention beside its peers on one GPU.")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny, float32")
     parser.add_argument("--only", "--backend", nargs="+", choices=OURS + PEERS, metavar="NAME", help=f"of {', '.join(OURS + PEERS)}")
-    parser.add_argument("--sizes", nargs="+", metavar="T", help="tokens of one sequence, or packed (8192 packed 32768 131072)")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        metavar="T",
+        help="tokens of one sequence, 16x2048 for that many of them, or packed (8192 packed 32768 131072)",
+    )
     parser.add_argument("--windows", nargs="+", metavar="W", help="visible keys, or full (128 full)")
     parser.add_argument("--repeats", type=int, default=10, help="of each measurement, fewer where one takes long")
     parser.add_argument("--quick", action="store_true", help="8192 and packed only, 5 repeats")
@@ -172,7 +177,10 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     found = []
     for size in options.sizes:
         lengths = packed_lengths(256, 40) if on_cpu else packed_lengths(32_768, 2_000)
-        bounds = (0, *accumulate(lengths)) if size == "packed" else (0, int(size))
+        if size != "packed":
+            count, _, length = size.rpartition("x")
+            lengths = [int(length)] * int(count or 1)
+        bounds = (0, *accumulate(lengths))
         found += [Problem(size, bounds, None if w == "full" else int(w), **shape) for w in options.windows]
     return found
 
