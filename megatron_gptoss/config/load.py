@@ -153,7 +153,10 @@ def wanted(key: str) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
     signs = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
     ranges = [f"{words_} {getattr(limit, sign):g}" for limit in limits for sign, words_ in signs.items() if hasattr(limit, sign)]
-    patterns = [f'letters, digits, ".", "_" and "-" only (pattern {limit.pattern})' for limit in limits if getattr(limit, "pattern", None)]
+    allowed = (
+        'whole numbers with commas between, as "5,7,7,5"' if key == "parallel.pipeline_layers" else 'letters, digits, ".", "_" and "-" only'
+    )
+    patterns = [f"{allowed} (pattern {limit.pattern})" for limit in limits if getattr(limit, "pattern", None)]
     return ", ".join([words[kind], *([" and ".join(ranges)] if ranges else []), *patterns])
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from megatron_gptoss.config.layout import stages, world_size
 from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import Parameters, count_parameters
-from megatron_gptoss.config.rules import broken_rules
+from megatron_gptoss.config.rules import broken_rules, not_built_yet
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.errors import ConfigError
 
@@ -41,10 +42,22 @@ class RunPlan:
     cluster: Cluster
     device: str  # "cpu" | "cuda"
     # trainer
-    world_size: int  # trainer ranks
+    world_size: int  # trainer ranks: tensor x context x pipeline x data
+    tensor_parallel: int
+    context_parallel: int
+    pipeline_parallel: int
     data_parallel: int
-    expert_parallel: int  # divides data_parallel
-    experts_per_rank: int
+    expert_parallel: int  # divides tensor x context x data, the ranks of a pipeline stage
+    layers_per_stage: tuple[int, ...]  # one number a pipeline stage, first to last
+    heads_per_rank: int  # query heads
+    kv_heads_per_rank: int
+    vocabulary_per_rank: int  # rows of the embedding and of the output head
+    experts_per_rank: int  # of each layer
+    expert_copies: int  # ranks of a stage that hold the same experts
+    tokens_per_microbatch: int  # at most, over the tensor x context ranks that share it
+    tokens_per_rank: int  # of them in one rank's attention; norms and residuals hold 1 / tensor of these
+    tokens_multiple: int  # a microbatch's length is a multiple of it, so that all those ranks have as many
+    least_microbatches: int  # of an update on a rank, where there are samples for them: a pipeline stands half empty with fewer
     trainer_resources: Resources  # of one rank
     attention_full: str  # backend of layers that see everything
     attention_windowed: str  # backend of layers with a sliding window
@@ -66,6 +79,8 @@ class RunPlan:
     parameters: Parameters
     # what is missing here, "" when nothing is
     shortfall: str
+    # values that a run would ignore, one message each; () in a plan that can run
+    not_built: tuple[str, ...]
 
 
 def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> RunPlan:
@@ -73,7 +88,7 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n  - " + "\n  - ".join(problems))
     config = loaded.config
-    rl, rollout = config.rl, config.rollout
+    rl, rollout, parallel = config.rl, config.rollout, config.parallel
     trainer_resources, engine_resources = _resources(config, cluster)
     updates = rl.minibatches * rl.epochs
     return RunPlan(
@@ -81,10 +96,22 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         resumed=bool(config.run.resume),
         cluster=cluster,
         device=config.cluster.device,
-        world_size=config.parallel.data,
-        data_parallel=config.parallel.data,
-        expert_parallel=config.parallel.expert,
-        experts_per_rank=config.model.num_local_experts // config.parallel.expert,
+        world_size=world_size(config),
+        tensor_parallel=parallel.tensor,
+        context_parallel=parallel.context,
+        pipeline_parallel=parallel.pipeline,
+        data_parallel=parallel.data,
+        expert_parallel=parallel.expert,
+        layers_per_stage=stages(config),
+        heads_per_rank=config.model.num_attention_heads // parallel.tensor,
+        kv_heads_per_rank=config.model.num_key_value_heads // parallel.tensor,
+        vocabulary_per_rank=config.model.vocab_size // parallel.tensor,
+        experts_per_rank=config.model.num_local_experts // parallel.expert,
+        expert_copies=parallel.tensor * parallel.context * parallel.data // parallel.expert,
+        tokens_per_microbatch=config.trainer.tokens_per_microbatch,
+        tokens_per_rank=config.trainer.tokens_per_microbatch // parallel.context,
+        tokens_multiple=parallel.tensor * parallel.context,
+        least_microbatches=parallel.pipeline,
         trainer_resources=trainer_resources,
         attention_full=config.trainer.attention,
         attention_windowed=config.trainer.backend_of_windowed_layers,
@@ -103,6 +130,7 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         engine_resources=engine_resources,
         parameters=count_parameters(config.model),
         shortfall=_shortfall(config, cluster),
+        not_built=tuple(not_built_yet(loaded)),
     )
 
 
@@ -125,7 +153,7 @@ def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:
     """
     gpus = 1.0 if config.cluster.device == "cuda" else 0.0
     trainer, engine = float(config.trainer.threads_per_rank), 1.0
-    total = trainer * config.parallel.data + engine * config.rollout.num_engines
+    total = trainer * world_size(config) + engine * config.rollout.num_engines
     if config.cluster.address == "local" and total > cluster.num_cpus:
         share = cluster.num_cpus / total
         trainer, engine = (int(wanted * share * 100) / 100 for wanted in (trainer, engine))  # rounded down, so that the sum still fits
@@ -135,10 +163,13 @@ def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:
 def _shortfall(config: Config, cluster: Cluster) -> str:
     if config.cluster.address != "local":
         return ""  # only Ray knows what a cluster of several nodes has
-    need = config.parallel.data + config.rollout.num_engines
+    ranks = world_size(config)
+    need = max(ranks, config.rollout.num_engines) if config.cluster.share_gpus else ranks + config.rollout.num_engines
     if config.cluster.device == "cuda" and need > cluster.num_gpus:
+        data = config.parallel.data
+        of = f"parallel.data = {data}" if ranks == data else f"tensor x context x pipeline x data = {ranks}"
         return (
-            f"parallel.data = {config.parallel.data} trainer ranks and rollout.num_engines = {config.rollout.num_engines} engines need "
+            f"{of} trainer ranks and rollout.num_engines = {config.rollout.num_engines} engines need "
             f"{need} GPUs, this machine has {cluster.num_gpus}"
         )
     return ""

@@ -42,6 +42,8 @@ def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
         raise ConfigError(
             f"{loaded.show('run.final_eval_prompts')} leaves gptoss eval nothing to measure. Use 1 or more; 300 is the default."
         )
+    if plan.not_built:
+        raise ConfigError(plan.not_built[0] if len(plan.not_built) == 1 else "\n  - ".join(("", *plan.not_built)).lstrip("\n"))
     check_attention(loaded)
     check_run_target(loaded, plan, command)
     check_inputs(loaded.config, command)

@@ -9,16 +9,46 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.layout import balanced_stages, stages
+from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import kv_bytes_per_token
 
 # Ids the model must have room for. The tiny tokenizer uses 339 of its 512.
 TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 
+# Keys, or single values of a key, that a plan understands and a run does not honour yet. Whoever builds one deletes its line here.
+# `gptoss plan` says so and goes on; the commands that run refuse.
+NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
+    "parallel.tensor": None,
+    "parallel.context": None,
+    "parallel.pipeline": None,
+    "trainer.recompute": None,
+    "trainer.optimizer_states": None,
+    "trainer.optimizer_offload": None,
+    "trainer.experts": None,
+    "trainer.logprob": None,
+    "trainer.transformer": None,
+    "trainer.dispatcher": None,
+    "cluster.share_gpus": None,
+}
+
 
 def broken_rules(loaded: Loaded) -> list[str]:
-    rules = (_batch_rules, _model_rules, _parallel_rules, _length_rules, _attention_rules, _other_rules)
+    rules = (
+        _batch_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules, _attention_rules, _cpu_rules,
+        _other_rules,
+    )  # fmt: skip
     return [message for rule in rules for message in rule(loaded)]
+
+
+def not_built_yet(loaded: Loaded) -> list[str]:
+    """One message for each value that a run would ignore."""
+    found = []
+    for key, values in NOT_BUILT_YET.items():
+        value, default = loaded.value(key), FIELDS[key].default
+        if value in values if values is not None else value != default:
+            found.append(f"{loaded.show(key)} can be planned, but a run would ignore it: it is not built yet. Use {key} = {default}.")
+    return found
 
 
 def nearest(working: Iterable[int], value: int) -> str:
@@ -78,13 +108,56 @@ def _model_rules(loaded: Loaded) -> Iterator[str]:
         )
 
 
-def _parallel_rules(loaded: Loaded) -> Iterator[str]:
+def _division_rules(loaded: Loaded) -> Iterator[str]:
+    """Tensor ranks share heads and vocabulary; tensor and context ranks share tokens."""
     config, show = loaded.config, loaded.show
-    data, expert, experts = config.parallel.data, config.parallel.expert, config.model.num_local_experts
-    working = [d for d in divisors(experts) if data % d == 0]
-    if data % expert:
+    model, parallel = config.model, config.parallel
+    tensor, shared = parallel.tensor, parallel.tensor * parallel.context
+    common = math.gcd(model.num_attention_heads, model.num_key_value_heads, model.vocab_size)
+    reasons = {
+        "model.num_attention_heads": "Every rank computes the same number of query heads",
+        "model.num_key_value_heads": "Every rank computes whole kv heads",
+        "model.vocab_size": "Every rank holds the same number of rows of the embedding and the head",
+    }
+    for key, reason in reasons.items():
+        if loaded.value(key) % tensor:
+            yield (
+                f"{show('parallel.tensor')} does not divide {show(key)}. {reason}. "
+                f"Nearest working sizes: {nearest(divisors(common), tensor)}."
+            )
+    budget = config.trainer.tokens_per_microbatch
+    if budget % shared:
+        around = f"{budget // shared * shared or shared}, {budget // shared * shared + shared}"
         yield (
-            f"{show('parallel.expert')} does not divide {show('parallel.data')}. The experts are divided over data-parallel ranks. "
+            f"{show('trainer.tokens_per_microbatch')} is not a multiple of parallel.tensor x parallel.context = {shared}. Every rank takes "
+            f"the same number of a microbatch's tokens. Nearest working numbers: {', '.join(dict.fromkeys(around.split(', ')))}."
+        )
+    on_gpus, node = config.cluster.device == "cuda", config.cluster.gpus_per_node
+    if on_gpus and node % tensor:
+        yield (
+            f"{show('parallel.tensor')} does not divide {show('cluster.gpus_per_node')}. Tensor ranks talk in every layer and must share a "
+            f"node. Nearest working sizes: {nearest([d for d in divisors(node) if common % d == 0], tensor)}."
+        )
+    world = tensor * parallel.context * parallel.pipeline * parallel.data
+    if on_gpus and world > node and world % node:
+        one = world // parallel.data
+        unit = node // math.gcd(one, node)  # the least number of data-parallel groups that fills whole nodes
+        around = ", ".join(str(n) for n in (parallel.data // unit * unit, (parallel.data // unit + 1) * unit) if n)
+        yield (
+            f"{show('parallel.data')} makes a world of tensor x context x pipeline x data = {world} ranks, which is not a multiple of "
+            f"{show('cluster.gpus_per_node')}. A trainer on several nodes takes whole ones. Nearest working sizes: {around}."
+        )
+
+
+def _expert_rules(loaded: Loaded) -> Iterator[str]:
+    config, show = loaded.config, loaded.show
+    parallel, expert, experts = config.parallel, config.parallel.expert, config.model.num_local_experts
+    ranks = parallel.tensor * parallel.context * parallel.data  # of a pipeline stage, among which the experts are divided
+    working = [d for d in divisors(experts) if ranks % d == 0]
+    if ranks % expert:
+        over = show("parallel.data") if ranks == parallel.data else f"parallel.tensor x parallel.context x parallel.data = {ranks}"
+        yield (
+            f"{show('parallel.expert')} does not divide {over}. The experts are divided over the ranks of a pipeline stage. "
             f"Nearest working sizes: {nearest(working, expert)}."
         )
     if experts % expert:
@@ -92,7 +165,30 @@ def _parallel_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('parallel.expert')} does not divide {show('model.num_local_experts')}. Every rank holds the same number of experts. "
             f"Nearest working sizes: {nearest(working, expert)}."
         )
-    rl, sft = config.rl, config.sft
+
+
+def _stage_rules(loaded: Loaded) -> Iterator[str]:
+    config, show = loaded.config, loaded.show
+    pipeline, layers, given = config.parallel.pipeline, config.model.num_hidden_layers, config.parallel.pipeline_layers
+    if pipeline > layers:
+        more = f"{show('parallel.pipeline')} is more than {show('model.num_hidden_layers')}"
+        yield f"{more}. Every stage needs a layer. Use at most {layers}."
+        return
+    if not given:
+        return
+    numbers = stages(config)
+    advice = f'Use "{",".join(map(str, balanced_stages(config.model, pipeline)))}", or leave it empty for that.'
+    if len(numbers) != pipeline:
+        yield f"{show('parallel.pipeline_layers')} names {len(numbers)} stages, and {show('parallel.pipeline')}. {advice}"
+    elif sum(numbers) != layers:
+        yield f"{show('parallel.pipeline_layers')} adds up to {sum(numbers)} layers, and {show('model.num_hidden_layers')}. {advice}"
+    elif min(numbers) < 1:
+        yield f"{show('parallel.pipeline_layers')} has a stage without a layer. Every stage needs one. {advice}"
+
+
+def _data_rules(loaded: Loaded) -> Iterator[str]:
+    config, show = loaded.config, loaded.show
+    data, rl, sft = config.parallel.data, config.rl, config.sft
     unit = math.lcm(rl.minibatches, config.rollout.group_size)
     enough = math.ceil(data * rl.minibatches / unit) * unit
     if rl.sequences_per_step % rl.minibatches == 0 and data > rl.sequences_per_step // rl.minibatches:
@@ -153,6 +249,35 @@ def _attention_rules(loaded: Loaded) -> Iterator[str]:
             yield (
                 f'{show(key)} computes in 16 bits only, and {show("trainer.dtype")}. Use {key} = "triton", or trainer.dtype = "bfloat16".'
             )
+
+
+# Values that need a GPU -> what to use without one.
+GPU_ONLY: dict[str, tuple[object, str]] = {
+    "trainer.transformer": ("te", '"local"'),
+    "trainer.experts": ("grouped", '"loop"'),
+    "trainer.dispatcher": ("deepep", '"alltoall"'),
+    "trainer.logprob": ("fused", '"reference"'),
+    "cluster.share_gpus": (True, "false"),
+}
+
+
+def _cpu_rules(loaded: Loaded) -> Iterator[str]:
+    """What a CPU cannot do, and what a GPU needs for it."""
+    show, trainer = loaded.show, loaded.config.trainer
+    if loaded.config.cluster.device == "cpu":
+        for key, (value, instead) in GPU_ONLY.items():
+            if loaded.value(key) == value:
+                yield f'{show(key)} runs on GPUs only, and {show("cluster.device")}. Use {key} = {instead}, or cluster.device = "cuda".'
+        if trainer.optimizer_offload > 0:
+            yield (
+                f"{show('trainer.optimizer_offload')} moves the optimizer from a GPU to the host, and {show('cluster.device')}, where all "
+                'of it is in host memory. Use trainer.optimizer_offload = 0.0, or cluster.device = "cuda".'
+            )
+    elif trainer.dtype == "float32" and trainer.experts == "grouped":
+        yield (
+            f"{show('trainer.experts')} multiplies in 16 bits only, and {show('trainer.dtype')}. "
+            'Use trainer.experts = "loop", or trainer.dtype = "bfloat16".'
+        )
 
 
 def _other_rules(loaded: Loaded) -> Iterator[str]:

@@ -176,7 +176,38 @@ class TrainerConfig(Section):
         default=False,
         description="attention's gradients have the same bits every time; slower on a GPU, and not every backend can",
     )
-    tokens_per_microbatch: Positive = 8192
+    transformer: Literal["local", "te"] = Field(
+        default="local",
+        description="whose layers the model is made of; local: Megatron's own, te: TransformerEngine's",
+    )
+    experts: Literal["loop", "grouped"] = Field(
+        default="loop",
+        description="how a rank computes its experts; loop: one after another, grouped: all in one grouped matrix product (GPU)",
+    )
+    dispatcher: Literal["alltoall", "deepep"] = Field(
+        default="alltoall",
+        description="what carries tokens to the ranks of their experts; deepep: the DeepEP library, when it is installed",
+    )
+    logprob: Literal["reference", "fused"] = Field(
+        default="reference",
+        description="what computes log-probs; reference: plain PyTorch, fused: our kernels, with the vocabulary divided over tensor ranks",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what backward computes again instead of keeping it; selective: the mixture of experts, full: every layer",
+    )
+    optimizer_states: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="AdamW's two moments; the master weights stay float32 either way",
+    )
+    optimizer_offload: Probability = Field(
+        default=0.0,
+        description="share of the optimizer (master weights and moments) that lives in host memory and is updated there",
+    )
+    tokens_per_microbatch: Positive = Field(
+        default=8192,
+        description="tokens packed into one forward and backward pass, over all the ranks that share it (tensor and context)",
+    )
     logprob_chunk: Positive = Field(default=1024, description="predicted tokens whose logits exist at once")
     threads_per_rank: Positive = Field(default=1, description="CPU threads of one trainer rank; part of the numerics")
     max_skipped_updates: Positive = Field(
@@ -191,8 +222,22 @@ class TrainerConfig(Section):
 
 
 class ParallelConfig(Section):
-    data: Positive = Field(default=1, description="data-parallel trainer ranks in all")
-    expert: Positive = Field(default=1, description="ranks the experts are divided over; divides `data`")
+    """Degrees of the training world. Its ranks are tensor x context x pipeline x data; experts are divided inside a pipeline stage."""
+
+    tensor: Positive = Field(default=1, description="ranks that share every matrix of attention and the vocabulary (sequence-parallel too)")
+    context: Positive = Field(default=1, description="ranks that share the tokens of a microbatch")
+    pipeline: Positive = Field(default=1, description="stages the layers are divided over")
+    pipeline_layers: str = Field(
+        default="",
+        pattern=r"^([0-9]+(,[0-9]+)*)?$",
+        description="layers of each stage, first to last; empty: balanced, fewer where the embedding and the output head are",
+    )
+    data: Positive = Field(default=1, description="groups of ranks that see different samples")
+    expert: Positive = Field(default=1, description="ranks the experts are divided over; divides tensor x context x data")
+    expert_imbalance: Annotated[float, Field(ge=1)] = Field(
+        default=1.25,
+        description="rows of the busiest expert-parallel rank over the mean, as the memory plan assumes; changes nothing that is computed",
+    )
 
 
 class ParityConfig(Section):
@@ -225,6 +270,19 @@ class DiagnoseConfig(Section):
 class ClusterConfig(Section):
     address: str = Field(default="local", description="Ray cluster to join; local: start one for this run")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="what trainer ranks and engines compute on; cuda: one GPU for each")
+    gpus_per_node: Positive = 8
+    gpu_memory_gib: Annotated[float, Field(gt=0)] = Field(
+        default=139.8,
+        description="memory of one GPU as PyTorch sees it; a plan that needs more is refused. 139.8: an H200",
+    )
+    host_memory_gib: Annotated[float, Field(gt=0)] = Field(
+        default=1900.0,
+        description="memory of one GPU node that a plan may use, for optimizers in host memory",
+    )
+    share_gpus: bool = Field(
+        default=False,
+        description="engines on the trainer's GPUs, of which each takes rollout.gpu_memory_fraction; false: on GPUs of their own",
+    )
     first_port: Annotated[int, Field(ge=1024, le=65535)] = 29500
     num_ports: Positive = Field(default=100, description="ports from first_port on that may be taken for the trainer's rendezvous")
 

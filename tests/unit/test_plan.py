@@ -6,6 +6,7 @@ import re
 import socket
 from datetime import datetime
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from megatron_gptoss.checkpoint.progress import MARKER
 from megatron_gptoss.config import preflight
 from megatron_gptoss.config.hf_config import write_hf_config
-from megatron_gptoss.config.load import load, parse_flags
+from megatron_gptoss.config.layout import EMBEDDING_IN_LAYERS, balanced_stages, head_in_layers
+from megatron_gptoss.config.load import FIELDS, Flag, load, parse_flags, to_toml
 from megatron_gptoss.config.machine import checkpoints_at_once, machine_checks
 from megatron_gptoss.config.memory import checkpoint_bytes, count_parameters, engine_memory, trainer_memory
 from megatron_gptoss.config.plan import Cluster, make_plan
-from megatron_gptoss.config.preflight import check_inputs, check_run_target, free_port
-from megatron_gptoss.config.rules import divisors, nearest
+from megatron_gptoss.config.preflight import check_inputs, check_run, check_run_target, free_port
+from megatron_gptoss.config.rules import NOT_BUILT_YET, divisors, nearest, not_built_yet
 from megatron_gptoss.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from megatron_gptoss.errors import CheckpointError, ConfigError, DataError, GptossError, MachineError
 from megatron_gptoss.obs.run_dir import RunDir, write_atomic
@@ -132,6 +134,23 @@ RULES = [
     (["--rl.minibatches=3"], "Nearest working numbers: 2, 4."),
     (["--parallel.expert=3", "--parallel.data=4"], "Nearest working sizes: 2, 4."),
     (["--parallel.expert=3", "--parallel.data=6"], "Nearest working sizes: 2."),
+    (["--parallel.tensor=3"], "Nearest working sizes: 2, 4."),
+    (["--parallel.tensor=16"], "Nearest working sizes: 8."),
+    (["--trainer.tokens_per_microbatch=8190", "--parallel.context=4"], "Nearest working numbers: 8188, 8192."),
+    (["--parallel.tensor=8", "--cluster.gpus_per_node=4", "--cluster.device=cuda"], "Nearest working sizes: 4."),
+    (["--parallel.data=3", "--parallel.tensor=4", "--cluster.device=cuda"], "Nearest working sizes: 2, 4."),
+    (["--parallel.expert=3", "--parallel.tensor=2", "--parallel.context=2"], "Nearest working sizes: 2, 4."),
+    (["--parallel.expert=64", "--parallel.data=32", "--parallel.context=2"], "Nearest working sizes: 32."),
+    (["--parallel.pipeline=25"], "Use at most 24."),
+    (["--parallel.pipeline_layers=12,12", "--parallel.pipeline=4"], 'Use "6,7,8,3", or leave it empty'),
+    (["--parallel.pipeline_layers=12,13", "--parallel.pipeline=2"], 'Use "14,10", or leave it empty'),
+    (["--parallel.pipeline_layers=24,0", "--parallel.pipeline=2"], "Every stage needs one."),
+    (["--trainer.experts=grouped", "--trainer.dtype=bfloat16"], 'Use trainer.experts = "loop", or cluster.device = "cuda".'),
+    (["--trainer.logprob=fused"], 'Use trainer.logprob = "reference", or cluster.device = "cuda".'),
+    (["--trainer.transformer=te"], 'Use trainer.transformer = "local", or cluster.device = "cuda".'),
+    (["--trainer.dispatcher=deepep"], 'Use trainer.dispatcher = "alltoall", or cluster.device = "cuda".'),
+    (["--trainer.optimizer_offload=0.5"], 'Use trainer.optimizer_offload = 0.0, or cluster.device = "cuda".'),
+    (["--trainer.experts=grouped", "--cluster.device=cuda"], 'trainer.dtype = "bfloat16".'),
     (["--model.num_key_value_heads=7"], "Nearest working numbers: 4, 8."),
     (["--model.num_experts_per_tok=33"], "Use at most 32."),
     (["--model.head_dim=63"], "Nearest working sizes: 62, 64."),
@@ -177,6 +196,55 @@ def test_the_message_of_the_design():
         "rollout.group_size = 7 (flag --rollout.group_size) does not divide rl.sequences_per_step = 256 (flag --rl.sequences_per_step). "
         "A group must land in one step. Nearest working sizes: 4, 8."
     )
+
+
+def test_degrees_multiply_out_and_every_piece_exists_once():
+    flags = ["--parallel.tensor=2", "--parallel.context=4", "--parallel.pipeline=4", "--parallel.data=3", "--parallel.expert=8"]
+    made = plan(*flags)
+    assert made.world_size == 2 * 4 * 4 * 3
+    assert sum(made.layers_per_stage) == 24 and made.layers_per_stage == (6, 7, 8, 3)
+    assert made.heads_per_rank * made.tensor_parallel == 64 and made.kv_heads_per_rank * made.tensor_parallel == 8
+    assert made.vocabulary_per_rank * made.tensor_parallel == 201_088
+    assert (made.experts_per_rank * made.expert_parallel, made.expert_copies * made.expert_parallel) == (32, 2 * 4 * 3)
+    assert made.tokens_per_rank * made.context_parallel == made.tokens_per_microbatch == 8192
+    assert (made.tokens_multiple, made.least_microbatches) == (8, 4)
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_balanced_stages_hold_all_layers_and_none_could_be_faster(layers, pipeline):
+    pipeline = min(layers, pipeline)
+    model = ModelConfig(num_hidden_layers=layers)
+    found = balanced_stages(model, pipeline)
+    assert len(found) == pipeline and sum(found) == layers and min(found) >= 1
+    if pipeline > 1:
+        load = [n + (s == 0) * EMBEDDING_IN_LAYERS + (s == pipeline - 1) * head_in_layers(model) for s, n in enumerate(found)]
+        slowest = load.index(max(load))
+        # Taking a layer from the slowest stage would make another one as slow, or leave it without any.
+        assert found[slowest] == 1 or min(n for s, n in enumerate(load) if s != slowest) + 1 >= max(load) - 1e-9
+
+
+def test_a_value_that_a_run_would_ignore_is_planned_and_not_run():
+    for key, values in NOT_BUILT_YET.items():
+        default = FIELDS[key].default
+        choices = [c for c in get_args(FIELDS[key].annotation) if c != default] or [
+            not default if isinstance(default, bool) else 1 + default
+        ]
+        value = (values or choices)[0]
+        loaded = load([], [Flag(key, value if isinstance(value, str) else to_toml(value), f"--{key}")])
+        (message,) = not_built_yet(loaded)
+        assert message.startswith(f"{key} = ") and f"(flag --{key})" in message and f"Use {key} = {default}." in message
+    assert not_built_yet(load()) == []
+
+
+def test_commands_that_run_refuse_what_is_planned_only(tmp_path, monkeypatch):
+    monkeypatch.setitem(NOT_BUILT_YET, "parallel.context", None)
+    loaded = tiny("--parallel.context=2", f"--run.dir={tmp_path}")
+    made = make_plan(loaded, LAPTOP, NOON)
+    with pytest.raises(
+        ConfigError, match=r"^parallel\.context = 2 \(flag --parallel\.context\) can be planned.*Use parallel\.context = 1\.$"
+    ):
+        check_run(loaded, made, "train")
 
 
 def test_shares_that_add_up_to_one_in_decimals_are_accepted():
