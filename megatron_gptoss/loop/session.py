@@ -33,7 +33,7 @@ from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
 from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint
-from megatron_gptoss.parallel.packing import pack_step
+from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rollout.collect import CollectLimits, collect
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
@@ -293,8 +293,14 @@ class Session:
 
     def pack(self, samples: Sequence[Sample], *, minibatches: int = 1) -> list[list[list[MicroBatch]]]:
         """`result[m][rank]` are the microbatches of update m."""
-        ranks, budget = self.plan.data_parallel, self.config.trainer.tokens_per_microbatch
-        return pack_step(samples, minibatches=minibatches, ranks=ranks, tokens_per_microbatch=budget)
+        return pack_step(
+            samples,
+            minibatches=minibatches,
+            ranks=self.plan.data_parallel,
+            tokens_per_microbatch=self.plan.tokens_per_microbatch,
+            work=work_of(self.config.model),
+            at_least=self.plan.least_microbatches,
+        )
 
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         """The trainer's log-probs of each sample's trained tokens, in the samples' order."""
