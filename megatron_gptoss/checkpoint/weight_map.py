@@ -1,6 +1,7 @@
 """Hugging Face tensors <-> Megatron parameters: one table, read in both directions.
 
-In: a model on this rank and full Hugging Face tensors (or the other way round). Out: filled parameters (or full tensors, experts gathered).
+In: a model on this rank and full Hugging Face tensors (or the other way round). Out: filled parameters (or full tensors,
+gathered over tensor-, expert- and pipeline-parallel ranks).
 Nothing is guessed from shapes: GPT-OSS's expert matrices are square, so a forgotten transpose would pass every shape check.
 It reads and writes no files (hf_files.py) and knows no quantised formats.
 
@@ -183,10 +184,12 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
 def load_hf(module: nn.Module, model: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Fill this rank's parameters from full Hugging Face tensors, in any order, cast to the parameters' dtype.
 
-    `module` is a GptOssModel or a wrapper around one. Every rank reads all tensors and keeps its experts; there is no communication.
+    `module` is a GptOssModel or a wrapper around one. Every rank reads all tensors and keeps its layers, its experts and its part of what
+    tensor-parallel ranks divide; there is no communication.
     Raises CheckpointError that lists missing, unexpected and misshaped names; parameters may then be half filled.
     """
     inner, parameters = _unwrap(module)
+    rank_of_tp, num_tp = inner.pg_collection.tp.rank(), inner.pg_collection.tp.size()
     shapes = hf_shapes(model)
     entry_of = {name: entry for entry in entries(model) for name in entry.hf_names}
     first_expert, num_experts = _local_experts(inner, model)
@@ -205,7 +208,8 @@ def load_hf(module: nn.Module, model: ModelConfig, tensors: Iterable[tuple[str, 
         waiting[name] = tensor
         if all(part in waiting for part in entry.hf_names):
             parts = [waiting.pop(part) for part in entry.hf_names]
-            _fill(parameters, model, entry, parts, first_expert, num_experts)
+            if entry.megatron_name() in parameters:  # on this pipeline stage
+                _fill(parameters, model, entry, parts, first_expert, num_experts, (rank_of_tp, num_tp))
 
     problems = [("missing", [name for name in shapes if name not in seen]), ("unexpected", unexpected), ("misshaped", misshaped)]
     if any(names for _, names in problems):
@@ -213,11 +217,15 @@ def load_hf(module: nn.Module, model: ModelConfig, tensors: Iterable[tuple[str, 
 
 
 @torch.no_grad()
-def _fill(parameters: dict[str, Tensor], model: ModelConfig, entry: Entry, parts: list[Tensor], first: int, count: int) -> None:
+def _fill(
+    parameters: dict[str, Tensor], model: ModelConfig, entry: Entry, parts: list[Tensor], first: int, count: int, tp: tuple[int, int]
+) -> None:
+    """`first`, `count`: this rank's experts. `tp`: its place among the tensor-parallel ranks, and their number."""
     if not entry.row.per_expert:
-        parameters[entry.megatron_name()].copy_(entry.row.to_megatron(model, *parts))
+        full, axis = entry.row.to_megatron(model, *parts), entry.row.tensor_axis
+        parameters[entry.megatron_name()].copy_(full if axis is None else full.chunk(tp[1], axis)[tp[0]])
         return
-    for expert in range(count):
+    for expert in range(count):  # whole on their rank, whatever the tensor-parallel size
         own = [part[first + expert] for part in parts]
         parameters[entry.megatron_name(expert)].copy_(entry.row.to_megatron(model, *own))
 
@@ -233,30 +241,58 @@ def export_hf(
     `value` picks what is exported for a parameter, for instance its gradient (`lambda p: p.grad`). A tensor that needs no rearrangement
     shares memory with the model: copy it before the next optimizer step if it must stay.
 
-    Collective over the expert-parallel group: every rank must walk through the whole iterator.
+    Collective over the tensor-, expert- and pipeline-parallel groups: every rank must walk through the whole iterator, and every rank
+    gets every tensor.
     """
     inner, parameters = _unwrap(module)
-    ep_group = inner.pg_collection.ep
+    groups = inner.pg_collection
+    stage = _Stages(groups.pp, entries(model), parameters, like=value(next(iter(parameters.values()))))
     _, num_experts = _local_experts(inner, model)
     for entry in entries(model):
-        row = entry.row
+        row, full = entry.row, ()
         with torch.no_grad():
-            if row.per_expert:
+            if entry.megatron_name() not in parameters:
+                pass  # on another pipeline stage
+            elif row.per_expert:
                 local = [row.to_hf(model, value(parameters[entry.megatron_name(expert)]).detach()) for expert in range(num_experts)]
-                full = tuple(_gather(torch.stack(list(part)), ep_group) for part in zip(*local, strict=True))
+                full = tuple(_gather(torch.stack(list(part)), groups.ep) for part in zip(*local, strict=True))
             else:
-                full = row.to_hf(model, value(parameters[entry.megatron_name()]).detach())
-        for name, tensor in zip(entry.hf_names, full, strict=True):
-            yield name, tensor.contiguous()
+                own = value(parameters[entry.megatron_name()]).detach()
+                full = row.to_hf(model, own if row.tensor_axis is None else _gather(own, groups.tp, row.tensor_axis))
+            full = stage.share(entry, model, tuple(tensor.contiguous() for tensor in full))
+        yield from zip(entry.hf_names, full, strict=True)
 
 
-def _gather(local_E: Tensor, group: Any) -> Tensor:
-    """[E / ranks, ...] of each rank -> [E, ...] in rank order."""
+def _gather(local: Tensor, group: Any, axis: int = 0) -> Tensor:
+    """Equal parts along an axis, one of each rank -> the whole, in rank order."""
     if group.size() == 1:
-        return local_E
-    full_E = local_E.new_empty(local_E.shape[0] * group.size(), *local_E.shape[1:])
-    dist.all_gather_into_tensor(full_E, local_E.contiguous(), group=group)
-    return full_E
+        return local
+    first = local.movedim(axis, 0).contiguous()
+    full = first.new_empty(first.shape[0] * group.size(), *first.shape[1:])
+    dist.all_gather_into_tensor(full, first, group=group)
+    return full.movedim(0, axis)
+
+
+class _Stages:
+    """Hands each pipeline stage's tensors to the others, all of which have to ask for the same entries in the same order."""
+
+    def __init__(self, group: Any, table: list[Entry], parameters: dict[str, Tensor], like: Tensor) -> None:
+        self.group, self.like = group, like
+        if group.size() > 1:
+            mine = [entry.megatron_name() for entry in table if entry.megatron_name() in parameters]
+            held: list[list[str]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(held, mine, group=group)
+            self.owner = {name: stage for stage, names in enumerate(held) for name in names}
+
+    def share(self, entry: Entry, model: ModelConfig, full: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`full` on the stage that holds the entry, () elsewhere -> the tensors on all stages."""
+        if self.group.size() == 1:
+            return full
+        full = full or tuple(self.like.new_empty(shape) for shape in entry.row.hf_shape(model))
+        source = dist.get_global_rank(self.group, self.owner[entry.megatron_name()])
+        for tensor in full:
+            dist.broadcast(tensor, source, group=self.group)
+        return full
 
 
 def _local_experts(inner: Any, model: ModelConfig) -> tuple[int, int]:
@@ -267,13 +303,26 @@ def _local_experts(inner: Any, model: ModelConfig) -> tuple[int, int]:
 
 
 def _unwrap(module: nn.Module) -> tuple[Any, dict[str, Tensor]]:
-    """The model inside DistributedDataParallel and other wrappers, and its parameters by GPTModel's names."""
+    """The model inside DistributedDataParallel and other wrappers, and its parameters by GPTModel's names, layers counted over all pipeline
+    stages."""
     inner: Any = module
     while not hasattr(inner, "pg_collection") or not hasattr(inner, "decoder"):
         if not hasattr(inner, "module"):
             raise TypeError(f"{type(module).__name__} does not hold a GptOssModel")
         inner = inner.module
-    return inner, dict(inner.named_parameters())
+    first = inner.decoder.layers[0].layer_number - 1
+    if not first:
+        return inner, dict(inner.named_parameters())
+    return inner, {_counted_from(first, name): parameter for name, parameter in inner.named_parameters()}
+
+
+def _counted_from(first: int, name: str) -> str:
+    """decoder.layers.0.x on a stage whose first layer is `first` -> its name in the whole model."""
+    before, layers, after = name.partition("decoder.layers.")
+    if not layers:
+        return name
+    index, dot, rest = after.partition(".")
+    return f"{before}{layers}{first + int(index)}{dot}{rest}"
 
 
 def _list(kind: str, names: list[str], shown: int = 6) -> str:

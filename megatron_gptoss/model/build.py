@@ -18,10 +18,9 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -30,9 +29,12 @@ from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, TrainerCo
 from megatron_gptoss.errors import ConfigError
 from megatron_gptoss.model.experts import moe_spec
 from megatron_gptoss.model.gpt_oss import GptOssModel
+from megatron_gptoss.model.layer import Norm, RotatedSelfAttention
 from megatron_gptoss.parallel.shape import ParallelShape
 
 FAULTS = ("none", "no-sinks", "window", "yarn")
+# What the backward pass computes again instead of keeping: nothing, every layer from its input, or the mixture of experts alone.
+RECOMPUTE = ("none", "full", "selective")
 
 
 @dataclass
@@ -73,24 +75,45 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     attention: AttentionOptions = AttentionOptions(),
     fault: str = "none",
+    recompute: str = "none",
 ) -> GptOssModel:
-    """The model of this rank, on its GPU or on the host. Raises ConfigError for a layout that is not built yet, MachineError for an
+    """The layers of this rank, on its GPU or on the host. Raises ConfigError for a layout that does not fit the model, MachineError for an
     attention backend that cannot run here."""
-    for axis in ("tensor", "pipeline", "context"):
-        if getattr(shape, axis) != 1:
-            raise ConfigError(f"parallel size {axis} = {getattr(shape, axis)} is not built yet; use 1")
-    if model.num_local_experts % shape.expert:
-        raise ConfigError(
-            f"parallel.expert = {shape.expert} does not divide model.num_local_experts = {model.num_local_experts}. "
-            f"Working sizes: {', '.join(str(n) for n in range(1, model.num_local_experts + 1) if model.num_local_experts % n == 0)}."
-        )
-    config = megatron_config(model, shape, dtype=dtype, attention=attention, fault=fault)
+    check_layout(model, shape)
+    config = megatron_config(model, shape, dtype=dtype, attention=attention, fault=fault, recompute=recompute)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    built = GptOssModel(config, layer_spec(), WrappedTorchNorm, model.vocab_size, groups)
+    layers = shape.layers_of_stages(model.num_hidden_layers)[groups.pp.rank()]
+    built = GptOssModel(config, layer_spec(), Norm, model.vocab_size, groups, layers)
     for parameter in built.parameters():  # torch's norm is float32 whatever the config says; a checkpoint has one dtype
         parameter.data = parameter.data.to(dtype)
     # Megatron allocates router weights on the host everywhere and moves them in the first forward pass, too late for DDP's buffers.
     return built.cuda() if torch.cuda.is_available() else built
+
+
+def check_layout(model: ModelConfig, shape: ParallelShape) -> None:
+    """Raise ConfigError, with the sizes that would work, when the ranks cannot divide the model evenly."""
+    divided = {
+        "tensor": ("num_attention_heads", "num_key_value_heads", "vocab_size"),
+        "expert": ("num_local_experts",),
+    }
+    for axis, fields in divided.items():
+        size = getattr(shape, axis)
+        for name in fields:
+            if getattr(model, name) % size:
+                working = [n for n in range(1, 1025) if all(getattr(model, f) % n == 0 for f in fields)]
+                raise ConfigError(
+                    f"parallel.{axis} = {size} does not divide model.{name} = {getattr(model, name)}. "
+                    f"Working sizes: {', '.join(map(str, working))}."
+                )
+    if shape.pipeline > model.num_hidden_layers:
+        raise ConfigError(
+            f"parallel.pipeline = {shape.pipeline} is more than model.num_hidden_layers = {model.num_hidden_layers}; "
+            f"each stage needs a layer. Working sizes: 1 to {model.num_hidden_layers}."
+        )
+    try:
+        shape.layers_of_stages(model.num_hidden_layers)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
 
 
 def freeze_attention(model: GptOssModel) -> None:
@@ -107,15 +130,18 @@ def megatron_config(
     dtype: torch.dtype,
     attention: AttentionOptions = AttentionOptions(),
     fault: str = "none",
+    recompute: str = "none",
 ) -> GptOssMegatronConfig:
     """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
     if fault not in FAULTS:
         raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
     if fault == "no-sinks":
         attention = replace(attention, ignore_sinks=True)
     if fault == "window":
         attention = replace(attention, widen_window=True)
-    return GptOssMegatronConfig(
+    config = GptOssMegatronConfig(
         # sizes
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
@@ -157,9 +183,17 @@ def megatron_config(
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type="alltoall",
         # ranks
+        tensor_model_parallel_size=shape.tensor,
+        sequence_parallel=shape.tensor > 1,  # Megatron trains experts under tensor parallelism in no other way
         context_parallel_size=shape.context,
         expert_model_parallel_size=shape.expert,
         expert_tensor_parallel_size=1,
+        variable_seq_lengths=True,  # a packed microbatch has as many tokens as it has; stages tell each other
+        # memory
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_modules=["moe"] if recompute == "selective" else None,
         # numbers
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -175,6 +209,10 @@ def megatron_config(
         finalize_model_grads_func=finalize_model_grads,
         sink_attention=attention,
     )
+    # Set after Megatron's own checks, which allow uneven stages only in forms of its own. Nobody reads it but optional features.
+    config.pipeline_model_parallel_size = shape.pipeline
+    config.deallocate_pipeline_outputs = shape.pipeline > 1
+    return config
 
 
 def layer_spec() -> ModuleSpec:
@@ -185,10 +223,10 @@ def layer_spec() -> ModuleSpec:
         linear_proj=RowParallelLinear,  # pyright: ignore[reportArgumentType]
     )
     parts = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
-        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        input_layernorm=Norm,  # pyright: ignore[reportArgumentType]
+        self_attention=ModuleSpec(module=RotatedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-        pre_mlp_layernorm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
+        pre_mlp_layernorm=Norm,  # pyright: ignore[reportArgumentType]
         mlp=moe_spec(),
         mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         # The local GPTModel's checkpoint keys. TransformerEngine's GPTModel writes pre_mlp_layernorm under its own name: that one key

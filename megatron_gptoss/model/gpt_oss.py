@@ -1,10 +1,12 @@
 """GPT-OSS as an own class over Megatron-Core's parts.
 
-In: token ids and positions, packed or batched. Out: logits, or what the caller's `head` makes of the last hidden states. Parameter names
-and checkpoint keys are those of Megatron's GPTModel, so checkpoints are interchangeable; GPTModel itself is deprecated, and its heir
-HybridModel has no hook for a head and needs TransformerEngine. Losses and log-probs are the head's business. No inference cache.
+In: token ids and positions, packed or batched. Out: logits, or what the caller's `head` makes of the last hidden states; from a pipeline
+stage that is not the last, hidden states for the next one. Parameter names (layers counted on their stage) and checkpoint keys are those of
+Megatron's GPTModel, so checkpoints are interchangeable; GPTModel itself is deprecated, and its heir HybridModel has no hook for a head and
+needs TransformerEngine. Losses and log-probs are the head's business. No inference cache.
 
-Shape legend: T packed tokens, s sequence, b batch, C hidden size, V vocabulary (of this tensor-parallel rank), D head dim.
+Shape legend: T packed tokens (of this context-parallel rank), s sequence, b batch, C hidden size, V vocabulary (of this tensor-parallel
+rank), D head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,13 +26,19 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
+
+from megatron_gptoss.model.layer import YarnAngles
 
 Head = Callable[[Tensor, Tensor], Any]  # (hidden_TC or [s, b, C], weight_VC) -> what the trainer wants
 
 
 def packed_params(cu_seqlens: Tensor, max_seqlen: int) -> PackedSeqParams:
-    """What Megatron's layers need to know about packed sequences. cu_seqlens: int32 [S+1], first 0, last T; max_seqlen in tokens."""
+    """What Megatron's layers need to know about packed sequences.
+
+    cu_seqlens: int32 [S+1], first 0, last T; under context parallelism that of the whole stream. max_seqlen in tokens.
+    """
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -60,10 +67,12 @@ class LayerStack(MegatronModule):
             for index in layers
         )
         self.num_layers_per_pipeline_rank = len(layers)  # read by checkpointed_forward
-        self.final_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        last = layers[-1] == config.num_layers - 1
+        self.final_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon) if last else None
 
     def forward(self, hidden: Tensor, rotary: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
-        """[s, b, C] (packed: [T, 1, C]) -> the same, after the final norm."""
+        """[s, b, C] (packed: [T, 1, C]) -> the same, after the final norm if it is here. Under sequence parallelism the first axis is this
+        tensor-parallel rank's part."""
         if self.config.recompute_granularity == "full" and self.training:
             hidden = checkpointed_forward(  # pyright: ignore[reportAssignmentType]
                 self,
@@ -79,7 +88,7 @@ class LayerStack(MegatronModule):
         else:
             for layer in self.layers:
                 hidden, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed_seq_params)
-        return self.final_layernorm(hidden)
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
         """TransformerBlock's keys: all layers in one tensor, along a new first axis."""
@@ -90,6 +99,8 @@ class LayerStack(MegatronModule):
             tensors = layer.sharded_state_dict(own, [offset], metadata)  # pyright: ignore[reportCallIssue]
             replace_prefix_for_sharding(tensors, own, f"{prefix}layers.")
             state.update(tensors)
+        if self.final_layernorm is None:
+            return state
         own = f"{prefix}final_layernorm."
         whole = ()  # this tensor is not stacked over layers
         state.update(
@@ -99,23 +110,31 @@ class LayerStack(MegatronModule):
 
 
 class GptOssModel(LanguageModule):
-    """The whole model on one pipeline stage. Built by build.build_model; parameters are not initialised here."""
+    """The layers of one pipeline stage: the first has the embedding, the last the final norm and the output layer.
 
-    def __init__(self, config: Any, layer_spec: Any, norm: Any, vocab_size: int, groups: ProcessGroupCollection) -> None:
+    Built by build.build_model; parameters are not initialised here.
+    """
+
+    def __init__(
+        self, config: Any, layer_spec: Any, norm: Any, vocab_size: int, groups: ProcessGroupCollection, layers: Sequence[int]
+    ) -> None:
+        """`layers`: global indices, from 0, of this stage's."""
         super().__init__(config=config, pg_collection=groups)
         # Read by Megatron: LanguageModule, finalize_model_grads and the pipeline schedules.
-        self.pre_process, self.post_process, self.vp_stage = True, True, None
+        self.pre_process, self.post_process, self.vp_stage = layers[0] == 0, layers[-1] == config.num_layers - 1, None
         self.share_embeddings_and_output_weights = False
         self.model_type = ModelType.encoder_or_decoder
+        self.stage_input: Tensor | None = None
 
-        self.embedding = LanguageModelEmbedding(
-            config=config,
-            vocab_size=vocab_size,
-            max_sequence_length=config.max_position_embeddings,
-            position_embedding_type="none",  # positions enter through RoPE
-            tp_group=groups.tp,
-        )
-        self.rotary_pos_emb = YarnRotaryEmbedding(
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=vocab_size,
+                max_sequence_length=config.max_position_embeddings,
+                position_embedding_type="none",  # positions enter through RoPE
+                tp_group=groups.tp,
+            )
+        self.rotary_pos_emb = YarnAngles(
             kv_channels=config.kv_channels,
             rotary_base=config.rotary_base,
             scaling_factor=config.yarn_rotary_scaling_factor,
@@ -128,20 +147,23 @@ class GptOssModel(LanguageModule):
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=groups.cp,
         )
-        self.decoder = LayerStack(config, layer_spec, norm, groups, range(config.num_layers))
-        self.output_layer = tensor_parallel.ColumnParallelLinear(
-            config.hidden_size,
-            vocab_size,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=groups.tp,
-        )
-        self.setup_embeddings_and_output_layer()
+        self.decoder = LayerStack(config, layer_spec, norm, groups, layers)
+        if self.post_process:
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                tp_group=groups.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
 
-    def set_input_tensor(self, _tensor: Any) -> None:
-        """The pipeline schedules call it on every stage; the only stage takes its input from the embedding."""
+    def set_input_tensor(self, tensor: Any) -> None:
+        """The pipeline schedules hand in what the stage before sent, [T, 1, C] (None on the first stage), alone or in a list."""
+        self.stage_input = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(
         self,
@@ -157,13 +179,25 @@ class GptOssModel(LanguageModule):
         Batched: both [b, s], positions 0 .. s-1 in every row. attention_mask must be None: attention is causal inside each sequence.
 
         With `head`, returns head(hidden_TC, weight_VC), where hidden (batched: [s, b, C]) comes after the final norm and weight_VC is the
-        output layer's. Without, logits [b, s, V] (packed: [1, T, V]).
+        output layer's. Without, logits [b, s, V] (packed: [1, T, V]). V is this tensor-parallel rank's part, hidden is whole on each of
+        them, and the gradient that the head gives for hidden must be this rank's part too: the parts are summed here.
+
+        A pipeline stage that is not the last returns its hidden states, [T, 1, C], and leaves the head to the last.
         """
-        hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.pre_process:
+            hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        else:
+            assert self.stage_input is not None, "a later pipeline stage runs inside Megatron's schedules, which set its input"
+            # Megatron's schedules free the data of what a stage has sent; a view would keep it.
+            hidden = make_viewless_tensor(inp=self.stage_input, requires_grad=True, keep_graph=True)
         rotary = self._rotary(position_ids, packed_seq_params)
         hidden = self.decoder(hidden, rotary, packed_seq_params)
+        if not self.post_process:
+            return hidden
         if head is not None:
             weight_VC: Any = self.output_layer.weight
+            if self.config.sequence_parallel:
+                hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
             return head(hidden if packed_seq_params is None else hidden.squeeze(1), weight_VC)
         logits, _ = self.output_layer(hidden)
         return logits.transpose(0, 1).contiguous()
@@ -171,9 +205,11 @@ class GptOssModel(LanguageModule):
     def _rotary(self, position_ids: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """RoPE angles, [s, 1, 1, D] or one per packed token, [T, 1, 1, D]. SelfAttention takes cosines and applies YaRN's factor."""
         if packed_seq_params is None:
+            if self.pg_collection.cp.size() > 1:
+                raise ValueError("context parallelism divides packed sequences only; give packed_seq_params")
             angles, _ = self.rotary_pos_emb(position_ids.shape[1])
             return angles
-        angles, _ = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+        angles, _ = self.rotary_pos_emb(packed_seq_params.max_seqlen_q)
         # One angle per token instead of a table: Megatron then rotates the whole pack at once, not sequence by sequence.
         return angles[position_ids[0]]
 

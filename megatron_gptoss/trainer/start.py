@@ -61,6 +61,8 @@ class TrainingWorld:
             for rank in range(settings.shape.world)
         ]
         self.places: list[tuple[str, int]] = []  # host and pid of each rank
+        # Ranks that share a model see the same microbatches.
+        self._data = [settings.shape.data_index(rank) for rank in range(settings.shape.world)]
         self._last = "launch"
 
     def log(self, rank: int) -> Path:
@@ -128,17 +130,18 @@ class TrainingWorld:
         return self._same("load the checkpoint", "resume", str(path))[0]
 
     def score(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], temperature: float) -> list:
-        """`minibatches[m][rank]` are microbatches. Returns scores[rank][m][microbatch]."""
-        return self._all("score", "score", [([m[rank] for m in minibatches], temperature) for rank in range(len(self.actors))])
+        """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]."""
+        scores = self._all("score", "score", [([m[d] for m in minibatches], temperature) for d in self._data])
+        return [scores[self._data.index(d)] for d in range(self.settings.shape.data)]
 
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
-        arguments = [([m[rank] for m in minibatches], how, None if old is None else old[rank]) for rank in range(len(self.actors))]
+        arguments = [([m[d] for m in minibatches], how, None if old is None else old[d]) for d in self._data]
         return self._all("update", "update", arguments)[0]
 
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
-        """`minibatch[rank]` are microbatches. What an update would measure, without making one."""
-        return self._all("measure", "measure", [(minibatch[rank], how) for rank in range(len(self.actors))])[0]
+        """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
+        return self._all("measure", "measure", [(minibatch[d], how) for d in self._data])[0]
 
     def export_weights(self) -> ExportedWeights:
         return self._same("gather the weights", "export_weights")[0]

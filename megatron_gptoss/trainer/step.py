@@ -1,19 +1,22 @@
 """One rank of a training world: scores and updates packed microbatches.
 
-In: microbatches of this data-parallel rank. Out: log-probs, or updated weights with what was measured. It knows no Ray, no engine and no
-task; `worker.py` puts it into an actor.
+In: microbatches of this data-parallel rank, whole, whatever part of them the rank computes. Out: log-probs, or updated weights with what
+was measured, the same on all ranks. It knows no Ray, no engine and no task; `worker.py` puts it into an actor.
 
-Legend: T packed tokens, N predicted tokens, V vocabulary, C hidden size.
+All passes go through Megatron's schedules, with and without a pipeline. A microbatch becomes a rank's part of it, padded to what context-
+and tensor-parallel ranks can divide, on its way to the device (parallel/context.py).
+
+Legend: T packed tokens, N predicted tokens of a microbatch, M of them on this context-parallel rank, V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,15 +34,17 @@ from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.logprob.reference import selected_logprob
 from megatron_gptoss.model.build import attention_options, build_model, freeze_attention
 from megatron_gptoss.model.gpt_oss import packed_params
+from megatron_gptoss.parallel.context import LocalBatch, take_shard
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.correction import correct
 from megatron_gptoss.rl.diagnostics import Totals
 from megatron_gptoss.rl.losses import nll_loss, ppo_loss
 from megatron_gptoss.trainer.how import TokenScores, Update
 from megatron_gptoss.trainer.optimizer import guarded_step, make_optimizer, make_schedule
+from megatron_gptoss.trainer.vocab import divided_logprob
 from megatron_gptoss.types import MicroBatch, StepStats
 
-Record = TypeVar("Record", MicroBatch, TokenScores)
+Record = TypeVar("Record", LocalBatch, TokenScores)
 Minibatch = Sequence[MicroBatch]  # this rank's microbatches of one optimizer update
 
 
@@ -59,8 +64,17 @@ class Trainer:
     ) -> None:
         self.model_config = model
         self.config = trainer
+        self.shape = shape
         self.dtype = getattr(torch, trainer.dtype)
-        self.module = build_model(model, shape, dtype=self.dtype, attention=attention_options(trainer, diagnose), fault=fault)
+        self.module = build_model(
+            model,
+            shape,
+            dtype=self.dtype,
+            attention=attention_options(trainer, diagnose),
+            fault=fault,
+            recompute=getattr(trainer, "recompute", "none"),
+        )
+        self.groups = self.module.pg_collection
         if diagnose.freeze_attention:
             freeze_attention(self.module)
         wrapped = Float16Module(self.module.config, self.module) if self.dtype == torch.bfloat16 else self.module
@@ -119,15 +133,45 @@ class Trainer:
 
     # -- forward -------------------------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: MicroBatch, temperature: float, model: torch.nn.Module) -> Tensor:
-        """[2, N]: log-probs and entropies of the predicted tokens. Only their positions pass through the head."""
+    def _passes(
+        self, minibatch: Minibatch, temperature: float, use: Callable[[int, LocalBatch, Tensor], Tensor], *, backward: bool
+    ) -> None:
+        """Megatron's schedule over the microbatches, forward and perhaps backward; gradients are reduced and divided by all tokens.
+
+        On the last pipeline stage `use(j, local, scores)` gets the scores [2, M] of microbatch j and returns its loss, summed over tokens.
+        """
+
+        def forward_step(todo: Iterator[int], model: torch.nn.Module):
+            j = next(todo)
+            local = self._local(minibatch[j])
+
+            def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                return use(j, local, scores), torch.tensor(local.target_M.numel(), dtype=torch.int, device=self.device), {}
+
+            return self._forward(local, temperature, model), loss
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(range(len(minibatch))),
+            model=[self.model],
+            num_microbatches=len(minibatch),
+            seq_length=0,  # stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+
+    def _forward(self, batch: LocalBatch, temperature: float, model: torch.nn.Module) -> Tensor:
+        """[2, M]: log-probs and entropies of the predicted tokens. Only their positions pass through the head. On a pipeline stage that is
+        not the last, hidden states."""
 
         def head(hidden: Tensor, weight_VC: Tensor) -> Tensor:
-            hidden_NC = hidden.reshape(-1, hidden.shape[-1])[batch.predict_N]
-            logp_N, entropy_N = selected_logprob(
-                hidden_NC, weight_VC, batch.target_N, temperature=temperature, chunk=self.config.logprob_chunk
-            )
-            return torch.stack([logp_N, entropy_N])
+            hidden_MC = hidden.reshape(-1, hidden.shape[-1])[batch.predict_M]
+            how = {"temperature": temperature, "chunk": self.config.logprob_chunk}
+            if self.shape.tensor > 1:
+                both = divided_logprob(hidden_MC, weight_VC, batch.target_M, group=self.groups.tp, **how)
+            else:
+                both = selected_logprob(hidden_MC, weight_VC, batch.target_M, **how)
+            return torch.stack(both)
 
         return model(
             input_ids=batch.tokens_T[None],
@@ -139,15 +183,33 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, batches: Minibatch, *, temperature: float = 1.0, reference: bool = False) -> list[TokenScores]:
-        """Log-probs of the trained tokens under the current (or the reference) policy, without gradients.
+        """Log-probs of the trained tokens under the current (or the reference) policy, without gradients, whole on every rank.
 
         In training mode as in an update: the same code path gives the same bits.
         """
         if reference:
             with self._reference_weights():
                 return self.score(batches, temperature=temperature)
-        scores = [self._forward(self._here(b), temperature, self.model).cpu() for b in batches]
-        return [TokenScores(logp_N=s[0], entropy_N=s[1]) for s in scores]
+        if not batches:
+            return []
+        found = [torch.zeros(2, b.target_N.numel(), device=self.device) for b in batches]
+
+        def keep(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
+            found[j][:, local.mine_M] = scores
+            return scores.sum()
+
+        self._passes(batches, temperature, keep, backward=False)
+        everything = torch.cat(found, dim=1)
+        for group in (self.groups.cp, self.groups.pp):  # each token was scored on one rank of both; the others hold zeros
+            if group.size() > 1:
+                dist.all_reduce(everything, group=group)
+        parts = everything.cpu().split([b.target_N.numel() for b in batches], dim=1)
+        return [TokenScores(logp_N=part[0].contiguous(), entropy_N=part[1].contiguous()) for part in parts]
+
+    def _local(self, batch: MicroBatch) -> LocalBatch:
+        """This rank's part of a microbatch, on its device."""
+        cp = self.groups.cp
+        return self._here(take_shard(batch, rank=cp.rank(), ranks=cp.size(), multiple=self.shape.padding_multiple))
 
     def _here(self, record: Record) -> Record:
         """A record of tensors on this rank's device."""
@@ -193,9 +255,12 @@ class Trainer:
         ref = None
         if how.policy is not None and how.policy.kl_coef > 0.0:
             ref = self.score(minibatch, temperature=how.temperature, reference=True)
-        for j, batch in enumerate(minibatch):
-            scores = self._forward(self._here(batch), how.temperature, self.model)
-            self._loss(batch, scores, how, None, ref[j] if ref else None, totals)
+
+        def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
+            return self._loss(local, scores, how, None, ref[j] if ref else None, totals)
+
+        if minibatch:
+            self._passes(minibatch, how.temperature, add, backward=False)
         self._over_ranks(totals)
         return self._stats(totals, totals, grad_norm=0.0, num_updates=0, skipped=False, problem="")
 
@@ -221,9 +286,11 @@ class Trainer:
         )
 
     def _over_ranks(self, totals: Totals) -> None:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(totals.sums, group=group)
-        dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
+        others_data: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for group in (others_data, self.groups.pp):  # only the last pipeline stage measures, the others hold zeros
+            if group.size() > 1:
+                dist.all_reduce(totals.sums, group=group)
+                dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
 
     def _accumulate(
         self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None
@@ -233,43 +300,28 @@ class Trainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def forward_step(todo: Iterator[int], _: torch.nn.Module):
-            j = next(todo)
-            scores = self._forward(self._here(minibatch[j]), how.temperature, self.model)
+        def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
+            return self._loss(local, scores, how, old[j] if old else None, ref[j] if ref else None, totals)
 
-            def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss_sum = self._loss(minibatch[j], scores, how, old[j] if old else None, ref[j] if ref else None, totals)
-                return loss_sum, torch.tensor(minibatch[j].target_N.numel(), dtype=torch.int, device=self.device), {}
-
-            return scores, loss
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(range(len(minibatch))),
-            model=[self.model],
-            num_microbatches=len(minibatch),
-            seq_length=0,  # unused without a pipeline
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        self._passes(minibatch, how.temperature, add, backward=True)
         self._over_ranks(totals)
         return totals
 
     def _loss(
         self,
-        batch: MicroBatch,
+        batch: LocalBatch,
         scores: Tensor,
         how: Update,
         old: TokenScores | None,
         ref: TokenScores | None,
         totals: Totals,
     ) -> Tensor:
-        """The loss of one microbatch, summed over its tokens; what it measures is added to `totals`."""
-        batch, old, ref = self._here(batch), self._here(old) if old else None, self._here(ref) if ref else None
+        """The loss of this rank's part of a microbatch, summed over its tokens; what it measures is added to `totals`. `old` and `ref` are
+        of the whole microbatch; from here on N are this rank's tokens."""
         logp_N, entropy_N = scores[0], scores[1]
-        before_N = old.logp_N if old is not None else logp_N.detach()
+        before_N = self._here(old).logp_N[batch.mine_M] if old is not None else logp_N.detach()
         if how.policy is None:
-            loss_sum = nll_loss(logp_N, batch.advantage_N)
+            loss_sum = nll_loss(logp_N, batch.advantage_M)
             ones_N, none_N = torch.ones_like(before_N), torch.zeros_like(before_N)
             totals.add(
                 loss_sum=loss_sum, logp_N=before_N, engine_logp_N=before_N, entropy_N=entropy_N, ratio_N=ones_N,
@@ -277,21 +329,21 @@ class Trainer:
             )  # fmt: skip
             return loss_sum
         policy = how.policy
-        correction = correct(policy.correction, before_N, batch.engine_logp_N, cap=policy.correction_cap)
+        correction = correct(policy.correction, before_N, batch.engine_logp_M, cap=policy.correction_cap)
         result = ppo_loss(
             logp_N,
             before_N,
-            batch.advantage_N,
+            batch.advantage_M,
             correction.weight_N,
             clip_low=policy.clip_low,
             clip_high=policy.clip_high,
             entropy_N=entropy_N,
             entropy_coef=policy.entropy_coef,
-            ref_logp_N=ref.logp_N if ref is not None else None,
+            ref_logp_N=self._here(ref).logp_N[batch.mine_M] if ref is not None else None,
             kl_coef=policy.kl_coef,
         )
         totals.add(
-            loss_sum=result.loss_sum, logp_N=before_N, engine_logp_N=batch.engine_logp_N, entropy_N=entropy_N, ratio_N=result.ratio_N,
+            loss_sum=result.loss_sum, logp_N=before_N, engine_logp_N=batch.engine_logp_M, entropy_N=entropy_N, ratio_N=result.ratio_N,
             clipped_N=result.clipped_N, kl_ref_N=result.kl_ref_N, weight_N=correction.weight_N, truncated_N=correction.truncated_N,
         )  # fmt: skip
         return result.loss_sum
@@ -316,22 +368,36 @@ class Trainer:
         found = ""
         for j, batch in enumerate(minibatch):
             self.model.zero_grad_buffer()
-            local = Totals.empty(self.device)
-            scores = self._forward(self._here(batch), how.temperature, self.model)
-            loss_sum = self._loss(batch, scores, how, old[j] if old else None, ref[j] if ref else None, local)
-            with self.model.no_sync():
-                loss_sum.backward()
+            own_totals = Totals.empty(self.device)
+            old_j, ref_j = old[j] if old else None, ref[j] if ref else None
+
+            def add(_: int, local: LocalBatch, scores: Tensor, old_j=old_j, ref_j=ref_j, own_totals=own_totals) -> Tensor:
+                return self._loss(local, scores, how, old_j, ref_j, own_totals)
+
+            with self.model.no_sync(), self._unreduced():
+                self._passes([batch], how.temperature, add, backward=True)
             # Experts are left out: their gradients come from the tokens of all ranks. What is frozen has none.
             trained = (p for p in self.module.parameters() if p.requires_grad)
             own = [p.main_grad for p in trained if getattr(p, "allreduce", True)]  # pyright: ignore[reportAttributeAccessIssue]
-            loss_is_fine = bool(torch.isfinite(local.sums).all())
+            loss_is_fine = bool(torch.isfinite(own_totals.sums).all())
             if not found and not (loss_is_fine and all(bool(torch.isfinite(g).all()) for g in own)):
-                what = "a gradient that is not finite" if loss_is_fine else f"loss {local.sum('loss')}"
+                what = "a gradient that is not finite" if loss_is_fine else f"loss {own_totals.sum('loss')}"
                 found = f"{what} in microbatch {j} of rank {dist.get_rank()}{self._dump(batch, j, how, what)}"
         self.model.zero_grad_buffer()
         everyone: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(everyone, found)
         return next((f for f in everyone if f), "not finite over all microbatches together, but finite in each alone")
+
+    @contextmanager
+    def _unreduced(self) -> Iterator[None]:
+        """Passes in here leave each rank its own gradients."""
+        config = self.module.config
+        reduce = config.finalize_model_grads_func
+        config.finalize_model_grads_func = None
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = reduce
 
     def _dump(self, batch: MicroBatch, j: int, how: Update, what: str) -> str:
         names = f" ({', '.join(batch.names[:3])}{', …' if len(batch.names) > 3 else ''})"
