@@ -195,10 +195,12 @@ class RoutingPass:
         self.num_own = 0  # rows that a router chose
         self._given = routes
         self._taken: dict[int, tuple[Tensor, int]] = {}  # layer -> experts [T, K] in the compact type, E
+        self._missing_LT: Tensor | None = None
         self._num_missing_L: list[int] = []
         if routes is not None:
             routes.check(missing=missing)
-            self._num_missing_L = routes.missing_LT.sum(1).tolist()
+            self._missing_LT = routes.missing_LT
+            self._num_missing_L = self._missing_LT.sum(1).tolist()
 
     @property
     def replayed_fraction(self) -> float:
@@ -238,9 +240,12 @@ class RoutingPass:
             )
         place = given.layers.index(layer)
         given_TK = given.experts_LTK[place].to(logits_TE.device, torch.int64)
-        if self._num_missing_L[place] == 0:
+        num_own = self._num_missing_L[place]
+        if num_own == 0:
             return given_TK, 0
-        return torch.where(given.missing_LT[place, :, None].to(given_TK.device), own(), given_TK), self._num_missing_L[place]
+        assert self._missing_LT is not None
+        missing_T1 = self._missing_LT[place, :, None].to(given_TK.device)
+        return torch.where(missing_T1, own(), given_TK), num_own
 
     def finish(self) -> None:
         """Raises ReplayError when the pass was to replay and some rows were never asked for."""
