@@ -27,16 +27,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter (per layer, per expert) and the Hugging Face tensors it is made of."""
+    """One Megatron parameter (per layer) and the Hugging Face tensors it is made of."""
 
     hf: tuple[str, ...]  # names, {layer} from 0; expert tensors hold all experts along their first axis
     hf_shape: Callable[[ModelConfig], tuple[Shape, ...]]  # full shapes, expert axis included
-    megatron: str  # name, {layer} from 0, {expert} counted on this rank
-    to_megatron: Callable[..., Tensor]  # (model, *tensors) -> tensor; one expert's slice when per_expert
+    megatron: str  # name, {layer} from 0; expert parameters hold this rank's experts along their first axis
+    to_megatron: Callable[..., Tensor]  # (model, *tensors) -> tensor; of one expert when per_expert
     to_hf: Callable[[ModelConfig, Tensor], tuple[Tensor, ...]]  # its inverse
     tensor_axis: int | None = None  # axis of the Megatron tensor that tensor-parallel ranks divide; None: each has all of it
-    tensor_halves: bool = False  # that axis is two halves (gate, then up), each divided on its own
-    per_expert: bool = False
+    per_expert: bool = False  # experts are divided over expert-parallel ranks, and whole there: no tensor_axis
 
 
 def _same(_model: ModelConfig, x: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ def _qkv_shape(*rest: str) -> Callable[[ModelConfig], tuple[Shape, ...]]:
 
 
 HF, MG = "model.layers.{layer}.", "decoder.layers.{layer}."
-HF_EXPERTS, MG_EXPERT = HF + "mlp.experts.", MG + "mlp.experts.local_experts.{expert}."
+HF_EXPERTS, MG_EXPERTS = HF + "mlp.experts.", MG + "mlp.experts."
 QKV_WEIGHTS = tuple(HF + f"self_attn.{x}_proj.weight" for x in "qkv")
 QKV_BIASES = tuple(HF + f"self_attn.{x}_proj.bias" for x in "qkv")
 
@@ -137,13 +136,13 @@ IN_EACH_LAYER = (
     Row((HF + "mlp.router.bias",), _vector(lambda m: m.num_local_experts),
         MG + "mlp.router.bias", _same, _same_back),
     Row((HF_EXPERTS + "gate_up_proj",), lambda m: ((m.num_local_experts, m.hidden_size, 2 * m.intermediate_size),),
-        MG_EXPERT + "linear_fc1.weight", _gate_up, _gate_up_back, tensor_axis=0, tensor_halves=True, per_expert=True),
+        MG_EXPERTS + "linear_fc1.weight", _gate_up, _gate_up_back, per_expert=True),
     Row((HF_EXPERTS + "gate_up_proj_bias",), lambda m: ((m.num_local_experts, 2 * m.intermediate_size),),
-        MG_EXPERT + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, tensor_axis=0, tensor_halves=True, per_expert=True),
+        MG_EXPERTS + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, per_expert=True),
     Row((HF_EXPERTS + "down_proj",), lambda m: ((m.num_local_experts, m.intermediate_size, m.hidden_size),),
-        MG_EXPERT + "linear_fc2.weight", _transposed, _transposed_back, tensor_axis=1, per_expert=True),
+        MG_EXPERTS + "linear_fc2.weight", _transposed, _transposed_back, per_expert=True),
     Row((HF_EXPERTS + "down_proj_bias",), lambda m: ((m.num_local_experts, m.hidden_size),),
-        MG_EXPERT + "linear_fc2.bias", _same, _same_back, per_expert=True),
+        MG_EXPERTS + "linear_fc2.bias", _same, _same_back, per_expert=True),
 )  # fmt: skip
 
 AFTER_LAYERS = (
@@ -165,8 +164,8 @@ class Entry:
     def hf_names(self) -> tuple[str, ...]:
         return tuple(name.format(layer=self.layer) for name in self.row.hf)
 
-    def megatron_name(self, expert: int = 0) -> str:
-        return self.row.megatron.format(layer=self.layer, expert=expert)
+    def megatron_name(self) -> str:
+        return self.row.megatron.format(layer=self.layer)
 
 
 def entries(model: ModelConfig) -> list[Entry]:
@@ -227,7 +226,7 @@ def _fill(
         return
     for expert in range(count):  # whole on their rank, whatever the tensor-parallel size
         own = [part[first + expert] for part in parts]
-        parameters[entry.megatron_name(expert)].copy_(entry.row.to_megatron(model, *own))
+        parameters[entry.megatron_name()][expert].copy_(entry.row.to_megatron(model, *own))
 
 
 def export_hf(
@@ -247,14 +246,13 @@ def export_hf(
     inner, parameters = _unwrap(module)
     groups = inner.pg_collection
     stage = _Stages(groups.pp, entries(model), parameters, like=value(next(iter(parameters.values()))))
-    _, num_experts = _local_experts(inner, model)
     for entry in entries(model):
         row, full = entry.row, ()
         with torch.no_grad():
             if entry.megatron_name() not in parameters:
                 pass  # on another pipeline stage
             elif row.per_expert:
-                local = [row.to_hf(model, value(parameters[entry.megatron_name(expert)]).detach()) for expert in range(num_experts)]
+                local = [row.to_hf(model, own) for own in value(parameters[entry.megatron_name()]).detach()]
                 full = tuple(_gather(torch.stack(list(part)), groups.ep) for part in zip(*local, strict=True))
             else:
                 own = value(parameters[entry.megatron_name()]).detach()

@@ -48,13 +48,13 @@ def test_rearrangements_worked_by_hand(one_rank):
     tensors = dict(strong_tensors(SQUARE, seed=3))
     layer = our_model(SQUARE, one_rank, tensors).decoder.layers[1]
     experts = "model.layers.1.mlp.experts."
-    expert, width, D = layer.mlp.experts.local_experts[2], SQUARE.intermediate_size, SQUARE.head_dim
+    expert, width, D = layer.mlp.experts, SQUARE.intermediate_size, SQUARE.head_dim
     for unit in (0, 1, width - 1):
         gate_up = tensors[experts + "gate_up_proj"][2]
-        assert torch.equal(expert.linear_fc1.weight[unit], gate_up[:, 2 * unit])  # gate
-        assert torch.equal(expert.linear_fc1.weight[width + unit], gate_up[:, 2 * unit + 1])  # up
-        assert expert.linear_fc1.bias[width + unit] == tensors[experts + "gate_up_proj_bias"][2, 2 * unit + 1]
-        assert torch.equal(expert.linear_fc2.weight[:, unit], tensors[experts + "down_proj"][2, unit])
+        assert torch.equal(expert.linear_fc1.weight[2, unit], gate_up[:, 2 * unit])  # gate
+        assert torch.equal(expert.linear_fc1.weight[2, width + unit], gate_up[:, 2 * unit + 1])  # up
+        assert expert.linear_fc1.bias[2, width + unit] == tensors[experts + "gate_up_proj_bias"][2, 2 * unit + 1]
+        assert torch.equal(expert.linear_fc2.weight[2, :, unit], tensors[experts + "down_proj"][2, unit])
     # four query heads over two kv heads: q0 q1 k0 v0 q2 q3 k1 v1
     heads = layer.self_attention.linear_qkv.weight.unflatten(0, (8, D))
     q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.weight"].unflatten(0, (-1, D)) for x in "qkv")
@@ -63,8 +63,7 @@ def test_rearrangements_worked_by_hand(one_rank):
 
 def test_every_parameter_is_in_the_table(one_rank):
     model = our_model(TINY, one_rank, dict(strong_tensors(TINY, 0)))
-    named = {e.megatron_name(n) for e in entries(TINY) for n in (range(TINY.num_local_experts) if e.row.per_expert else [0])}
-    assert named == {name for name, _ in model.named_parameters()}
+    assert {e.megatron_name() for e in entries(TINY)} == {name for name, _ in model.named_parameters()}
 
 
 def test_divided_axes_are_the_ones_megatron_divides(one_rank):
