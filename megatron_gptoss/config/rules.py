@@ -19,14 +19,9 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 # Keys, or single values of a key, that a plan understands and a run does not honour yet. Whoever builds one deletes its line here.
 # `gptoss plan` says so and goes on; the commands that run refuse.
 NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
-    "parallel.tensor": None,
-    "parallel.context": None,
-    "parallel.pipeline": None,
-    "trainer.recompute": None,
     "trainer.optimizer_states": None,
     "trainer.optimizer_offload": None,
     "trainer.experts": None,
-    "trainer.logprob": None,
     "trainer.transformer": None,
     "trainer.dispatcher": None,
     "cluster.share_gpus": None,

@@ -28,6 +28,10 @@ class ParallelShape:
         """Which part of the data a rank sees. Megatron counts ranks tensor first, then context, data, pipeline."""
         return rank // (self.tensor * self.context) % self.data
 
+    def first_rank(self, data_index: int) -> int:
+        """The lowest of the ranks that see this part of the data."""
+        return data_index * self.tensor * self.context
+
     @property
     def padding_multiple(self) -> int:
         """Packed tokens must be a multiple of this: context ranks hold equal shards, tensor ranks equal parts of a shard."""

@@ -132,7 +132,7 @@ class TrainingWorld:
     def score(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], temperature: float) -> list:
         """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]."""
         scores = self._all("score", "score", [([m[d] for m in minibatches], temperature) for d in self._data])
-        return [scores[self._data.index(d)] for d in range(self.settings.shape.data)]
+        return [scores[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)]
 
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""

@@ -31,7 +31,7 @@ from megatron_gptoss.checkpoint.training_state import random_state
 from megatron_gptoss.checkpoint.weight_map import load_hf
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.errors import TrainerFailed
-from megatron_gptoss.logprob.reference import selected_logprob
+from megatron_gptoss.logprob.api import selected_logprob
 from megatron_gptoss.model.build import attention_options, build_model, freeze_attention
 from megatron_gptoss.model.gpt_oss import packed_params
 from megatron_gptoss.parallel.context import LocalBatch, take_shard
@@ -41,7 +41,6 @@ from megatron_gptoss.rl.diagnostics import Totals
 from megatron_gptoss.rl.losses import nll_loss, ppo_loss
 from megatron_gptoss.trainer.how import TokenScores, Update
 from megatron_gptoss.trainer.optimizer import guarded_step, make_optimizer, make_schedule
-from megatron_gptoss.trainer.vocab import divided_logprob
 from megatron_gptoss.types import MicroBatch, StepStats
 
 Record = TypeVar("Record", LocalBatch, TokenScores)
@@ -72,7 +71,7 @@ class Trainer:
             dtype=self.dtype,
             attention=attention_options(trainer, diagnose),
             fault=fault,
-            recompute=getattr(trainer, "recompute", "none"),
+            recompute=trainer.recompute,
         )
         self.groups = self.module.pg_collection
         if diagnose.freeze_attention:
@@ -166,11 +165,15 @@ class Trainer:
 
         def head(hidden: Tensor, weight_VC: Tensor) -> Tensor:
             hidden_MC = hidden.reshape(-1, hidden.shape[-1])[batch.predict_M]
-            how = {"temperature": temperature, "chunk": self.config.logprob_chunk}
-            if self.shape.tensor > 1:
-                both = divided_logprob(hidden_MC, weight_VC, batch.target_M, group=self.groups.tp, **how)
-            else:
-                both = selected_logprob(hidden_MC, weight_VC, batch.target_M, **how)
+            both = selected_logprob(
+                hidden_MC,
+                weight_VC,
+                batch.target_M,
+                temperature=temperature,
+                chunk=self.config.logprob_chunk,
+                group=self.groups.tp,
+                backend=self.config.logprob,
+            )
             return torch.stack(both)
 
         return model(

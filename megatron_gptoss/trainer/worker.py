@@ -145,7 +145,10 @@ class TrainerWorker:
         return progress
 
     def score(self, minibatches: Sequence[Minibatch], temperature: float) -> list[list[TokenScores]]:
-        return [self.trainer.score(m, temperature=temperature) for m in minibatches]
+        """Of the ranks that share a model only the first answers; all have the same."""
+        scores = [self.trainer.score(m, temperature=temperature) for m in minibatches]
+        shape = self.settings.shape
+        return scores if self.rank == shape.first_rank(shape.data_index(self.rank)) else []
 
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None) -> StepStats:
         return self.trainer.update(minibatches, how, old)

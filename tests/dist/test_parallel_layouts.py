@@ -1,7 +1,7 @@
 """However the model and the data are divided over ranks, a training step is the same one: losses, scores, the gradient norm and the gradient
 of every parameter, gathered to Hugging Face's names, equal those of one rank. Imports take long, so each world size is started once.
 
-Every layout computes the same batch, packed for its number of data-parallel ranks; fp32 on gloo.
+Every layout computes the same batch, packed for its number of data-parallel ranks, some of them in other microbatches too; fp32 on gloo.
 """
 
 from dataclasses import replace
@@ -19,6 +19,7 @@ from tests.helpers.training import MILD, samples, trainer
 # Three layers, so that two stages are uneven; a window shorter than the sequences; lengths that nothing divides.
 MODEL = MILD.model_copy(update={"num_hidden_layers": 3})
 BATCH = samples(7, seed=5, longest=31)
+SPOILT = [*BATCH[:-1], replace(BATCH[-1], advantage=float("nan"))]
 HOW = RlConfig(entropy_coef=0.01, kl_coef=0.1)
 TOLERANCE = 1e-5  # of a tensor's largest entry
 
@@ -39,6 +40,15 @@ LAYOUTS = {
     "TP2xPP2xEP2": ParallelShape(world=4, tensor=2, pipeline=2, expert=2),
 }
 TOKENS_PER_MICROBATCH = 64
+ALONE = 32  # the longest sequence fills most of it: nearly every sequence is a microbatch of its own
+
+# What changes beside the layout, and must not change the result: name -> layout, fields of TrainerConfig.
+VARIANTS = {
+    "CP2-alone": ("CP2", {"tokens_per_microbatch": ALONE}),
+    "PP2-alone": ("PP2", {"tokens_per_microbatch": ALONE}),
+    **{f"{name}-{kind}": (name, {"recompute": kind}) for name in ("TP2xEP2", "PP2") for kind in ("full", "selective")},
+}
+CASES = {name: (name, {}) for name in LAYOUTS} | VARIANTS
 
 
 def whole_gradient(wrapped):
@@ -52,23 +62,26 @@ def whole_gradient(wrapped):
 
 
 def step(shape: ParallelShape, rank: int, **fields) -> dict:
-    """One training step in this layout: what it scored, its gradients before clipping, what it reported, the weights after it."""
+    """One training step in this layout: what it scored, its gradients before clipping, what it reported, the weights after it; then a step
+    with a value that is not finite."""
     from megatron_gptoss.checkpoint.weight_map import export_hf
     from megatron_gptoss.trainer.how import Update
 
-    t = trainer(shape, model=MODEL, tokens_per_microbatch=TOKENS_PER_MICROBATCH, **fields)
+    fields = {"tokens_per_microbatch": TOKENS_PER_MICROBATCH, **fields}
+    t = trainer(shape, model=MODEL, **fields)
     t.keep_reference()
     with torch.no_grad():
         for p in t.module.parameters():
             p.mul_(1.02)  # away from the reference, so that its term counts
     t.weights_changed()
-    packed = pack(BATCH, ranks=shape.data, tokens_per_microbatch=TOKENS_PER_MICROBATCH)
+    packed = pack(BATCH, ranks=shape.data, tokens_per_microbatch=fields["tokens_per_microbatch"])
     mine = packed[shape.data_index(rank)]
     how = Update(policy=HOW, temperature=0.8)
     scores = t.score(mine, temperature=0.8)
     loaded = {name: tensor.clone() for name, tensor in export_hf(t.module, MODEL)}
     old = [replace(s, logp_N=s.logp_N - 0.05) for s in scores]
     reference = t.score(mine, temperature=0.8, reference=True)
+    measured = t.measure(mine, how)
     t._accumulate(mine, how, old, reference)
     gradients = {name: g.clone() for name, g in export_hf(t.model, MODEL, value=whole_gradient(t.model))}
     stats = t.update([mine], how, [old])
@@ -77,20 +90,28 @@ def step(shape: ParallelShape, rank: int, **fields) -> dict:
     for batch, score in zip(mine, scores, strict=True):
         for sample, logp in zip(batch.sample_N.tolist(), score.logp_N.tolist(), strict=True):
             logps[batch.names[sample]].append(logp)
-    return {"logps": logps, "loaded": loaded, "gradients": gradients, "stats": stats, "after": after}
+
+    before = t.fingerprint()["weights"]
+    spoilt = pack(SPOILT, ranks=shape.data, tokens_per_microbatch=fields["tokens_per_microbatch"])[shape.data_index(rank)]
+    refused = t.update([spoilt], how)
+    return {
+        "logps": logps, "loaded": loaded, "gradients": gradients, "measured": measured, "stats": stats, "after": after,
+        "refused": refused, "unchanged": t.fingerprint()["weights"] == before,
+    }  # fmt: skip
 
 
 def world(rank: int, size: int, folder: str, only: list[str]) -> None:
-    """Every layout of a world size, one after the other. Rank r leaves what it found in `folder`."""
+    """Every case of a world size, one after the other. Rank r leaves what it found in `folder`."""
     from megatron_gptoss.parallel.groups import destroy_groups, init_groups
 
     torch.set_num_threads(1)
     for name in only:
-        shape = LAYOUTS[name]
+        layout, fields = CASES[name]
+        shape = LAYOUTS[layout]
         init_groups(shape, rank=rank, init_method=f"file://{folder}/meet-{name}", timeout_s=120, seed=0, backend="gloo")
-        found = step(shape, rank)
+        found = step(shape, rank, **fields)
         if rank:
-            found = {key: found[key] for key in ("logps", "stats")}
+            found = {key: value for key, value in found.items() if key not in ("loaded", "gradients", "after")}
         torch.save(found, f"{folder}/{name}-rank{rank}.pt")
         dist.barrier()
         destroy_groups()
@@ -103,10 +124,10 @@ def found(tmp_path_factory):
     started = set()
 
     def of(name: str) -> list[dict]:
-        size = LAYOUTS[name].world
+        size = LAYOUTS[CASES[name][0]].world
         if size not in started:
             started.add(size)
-            only = [n for n, shape in LAYOUTS.items() if shape.world == size]
+            only = [n for n, (layout, _) in CASES.items() if LAYOUTS[layout].world == size]
             mp.spawn(world, (size, str(folder), only), nprocs=size)  # pyright: ignore[reportPrivateImportUsage]
         return [torch.load(folder / f"{name}-rank{rank}.pt", weights_only=False) for rank in range(size)]
 
@@ -123,7 +144,7 @@ def worst(ours: dict, theirs: dict) -> tuple[float, str]:
     return max((float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()), n) for n in theirs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_every_gradient_equals_one_rank(found, truth, layout):
     for name, gradient in truth["gradients"].items():
         assert gradient.abs().max() > 0, f"{name} is not tested"
@@ -132,14 +153,19 @@ def test_every_gradient_equals_one_rank(found, truth, layout):
     assert deviation < TOLERANCE, f"{name}: {deviation:.1e} of its largest entry"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_what_a_step_reports_equals_one_rank_and_is_the_same_on_all(found, truth, layout):
-    ranks = [rank["stats"] for rank in found(layout)]
-    assert all(stats == ranks[0] for stats in ranks)
+    for kind in ("measured", "stats"):
+        ranks = [rank[kind] for rank in found(layout)]
+        assert all(stats == ranks[0] for stats in ranks)
+        compare(ranks[0], truth[kind])
+
+
+def compare(ours, theirs):
     for field in ("num_tokens", "num_updates", "skipped", "problem"):
-        assert getattr(ranks[0], field) == getattr(truth["stats"], field)
+        assert getattr(ours, field) == getattr(theirs, field)
     for field in ("loss", "grad_norm", "entropy", "kl_ref", "clip_fraction", "ratio_max_abs_dev", "k1", "k3", "ess", "logp_abs_max"):
-        assert getattr(ranks[0], field) == pytest.approx(getattr(truth["stats"], field), rel=TOLERANCE, abs=1e-7), field
+        assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=TOLERANCE, abs=1e-7), field
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,3 +187,18 @@ def test_weights_come_back_bit_equal_and_the_update_equals_one_rank(found, truth
     # AdamW's first step is lr * sign(gradient) wherever the gradient is not tiny, so a wrong sign shows as 2 * lr = 2e-2.
     moved = {n: (rank["after"][n] - truth["after"][n]).abs() for n in truth["after"]}
     assert max(float((m > 1e-3).float().mean()) for m in moved.values()) < 1e-2
+
+
+@pytest.mark.parametrize("name", [name for name, (_, fields) in VARIANTS.items() if "recompute" in fields])
+def test_recomputing_changes_no_bit(found, name):
+    ours, theirs = found(name)[0], found(VARIANTS[name][0])[0]
+    assert all(torch.equal(ours["gradients"][n], theirs["gradients"][n]) for n in theirs["gradients"])
+    assert ours["stats"] == theirs["stats"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_value_that_is_not_finite_is_refused_and_named_on_all_ranks(found, layout):
+    ranks = found(layout)
+    assert all(rank["refused"].skipped and rank["unchanged"] for rank in ranks)
+    problems = {rank["refused"].problem for rank in ranks}
+    assert len(problems) == 1 and " in microbatch " in problems.pop()

@@ -56,6 +56,7 @@ def test_spare_layers_go_to_the_middle_then_to_the_first_stage(layers, stages, c
 def test_ranks_of_one_model_replica_see_the_same_data():
     shape = ParallelShape(world=16, tensor=2, context=2, pipeline=2)
     assert [shape.data_index(rank) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    assert all(shape.data_index(shape.first_rank(d)) == d for d in range(shape.data))
 
 
 def test_a_host_without_gpu_needs_torchdynamo_off(monkeypatch):
