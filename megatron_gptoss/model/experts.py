@@ -29,12 +29,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_gptoss.errors import MachineError
 from megatron_gptoss.model import expert_grouped, expert_reference
 from megatron_gptoss.model.dispatch import DispatchingMoELayer
+from megatron_gptoss.model.router import router_spec
 
 BACKENDS = ("loop", "grouped")
 
@@ -108,6 +108,6 @@ class GroupedExperts(MegatronModule):
         """Megatron's call for weight gradients that were put off; ours never are."""
 
 
-def moe_spec(*, router: Any = TopKRouter) -> Any:
+def moe_spec(*, router: Any = router_spec()) -> Any:
     """Builder of one MoE layer, for TransformerLayerSubmodules.mlp."""
     return partial(DispatchingMoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=router))  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,6 @@ The loss reads the last hidden states of all tokens with fixed weights, so that 
 """
 
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,17 +38,10 @@ def engine_routes(which: int):
 
 def build(shape: ParallelShape, recompute: str):
     from megatron_gptoss.checkpoint.weight_map import load_hf
-    from megatron_gptoss.model import build as build_module
-    from megatron_gptoss.model.experts import moe_spec
-    from megatron_gptoss.model.router import inject_choice_noise, router_spec
+    from megatron_gptoss.model.build import build_model
+    from megatron_gptoss.model.router import inject_choice_noise
 
-    def with_our_router(**fields):
-        spec = moe_spec(**fields)
-        spec.keywords["submodules"].router = router_spec()
-        return spec
-
-    with patch.object(build_module, "moe_spec", with_our_router):
-        model = build_module.build_model(MODEL, shape, recompute=recompute)
+    model = build_model(MODEL, shape, recompute=recompute)
     load_hf(model, MODEL, strong_tensors(MODEL, 1))
     inject_choice_noise(model, 2.0, seed=dist.get_rank())
     return model.train()
