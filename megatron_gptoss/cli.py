@@ -68,13 +68,14 @@ def plan(
     if key:
         print("\n".join(explain(loaded, key)))
         return
-    from megatron_gptoss.config.preflight import check_inputs, check_run_target, detect_cluster
+    from megatron_gptoss.config.preflight import check_inputs, check_memory, check_run_target, detect_cluster
 
     made = make_plan(loaded, detect_cluster())
     console = Console()
     console.table("plan", plan_rows(loaded, made))
     if made.shortfall:
         console.say(f"This machine is too small to run it: {made.shortfall}.")
+    check_memory(loaded)
     check_run_target(loaded, made)
     check_inputs(loaded.config)
 

@@ -158,3 +158,12 @@ class StepStats:
     ess: float  # mismatch/ess, effective sample size of the token weights, 0..1
     truncated_fraction: float  # mismatch/truncated_fraction, share of token weights cut by the importance cap
     problem: str = ""  # when skipped: which microbatch, which value, where it was dumped
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """What one rank's GPU held at most, in bytes."""
+
+    allocated: int  # tensors: torch.cuda.max_memory_allocated()
+    reserved: int  # with the allocator's gaps: torch.cuda.max_memory_reserved()
+    device: int  # in all, CUDA's own memory and other processes included: total - free of torch.cuda.mem_get_info()

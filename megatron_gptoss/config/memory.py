@@ -1,7 +1,6 @@
-"""How large is the model, and what of it does one trainer rank or one engine hold?
+"""How large is the model, and what of it does a checkpoint or one engine hold?
 
-In: `Config`. Out: parameter counts and bytes by part. Estimates from sizes alone: what stays for a whole run. Activations, the allocator's
-slack and CUDA's own memory are not in them. Pure arithmetic, no torch.
+In: `Config`. Out: parameter counts and bytes by part. Pure arithmetic, no torch. What a trainer rank holds is rank_memory.py's business.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ class Parameters:
 class MemoryPart:
     name: str
     num_bytes: int
+    # When it is there: "always"; in a "pass", forward and backward, all through, in its worst "layer" or at its "head"; in the optimizer's
+    # "step"; while the "reference" is scored; while the model is "build"; when weights are "publish"ed
+    phase: str = "always"
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
@@ -55,23 +57,6 @@ def checkpoint_bytes(config: Config) -> int:
     writes one for fp32 weights too) and as two fp32 moments. 16 bytes per parameter for fp32, 14 for bf16; random states are not counted.
     """
     return count_parameters(config.model).total * (BYTES[config.trainer.dtype] + 4 + 8)
-
-
-def trainer_memory(config: Config) -> list[MemoryPart]:
-    """What one trainer rank holds. Megatron's DistributedOptimizer shards AdamW's state over the ranks that hold the same parameter."""
-    count = count_parameters(config.model)
-    data, expert = config.parallel.data, config.parallel.expert
-    held = count.dense + count.experts // expert
-    sharded = count.dense // data + count.experts // data  # experts: 1/expert held, of which 1/(data/expert) is updated here
-    itemsize = BYTES[config.trainer.dtype]
-    moments = 8 if config.trainer.dtype == "float32" else 12  # two fp32 moments; bf16 weights have an fp32 original too
-    logits = config.trainer.logprob_chunk * config.model.vocab_size * 4 * 2  # a chunk of logits and its gradient, fp32
-    return [
-        MemoryPart("weights", held * itemsize),
-        MemoryPart("gradients", held * 4),
-        MemoryPart("optimizer", sharded * moments),
-        MemoryPart("logits of a chunk", logits),
-    ]
 
 
 def engine_memory(config: Config) -> list[MemoryPart]:

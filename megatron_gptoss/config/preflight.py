@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_gptoss.config.fit import does_not_fit
 from megatron_gptoss.config.hf_config import difference, quantization, read_hf_config
 from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.memory import engine_memory
 from megatron_gptoss.config.plan import Cluster, RunPlan
 from megatron_gptoss.config.schema import ClusterConfig, Config
 from megatron_gptoss.data.harmony import generation_prefix, render
@@ -44,12 +46,37 @@ def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
         )
     if plan.not_built:
         raise ConfigError(plan.not_built[0] if len(plan.not_built) == 1 else "\n  - ".join(("", *plan.not_built)).lstrip("\n"))
+    check_memory(loaded)
+    if command != "sft":
+        check_engine_memory(loaded)
     check_attention(loaded)
     check_run_target(loaded, plan, command)
     check_inputs(loaded.config, command)
     if plan.shortfall:
         raise MachineError(f"{plan.shortfall}. Use fewer ranks or engines, or set cluster.address to a Ray cluster that has them.")
     free_port(loaded.config.cluster)
+
+
+def check_memory(loaded: Loaded) -> None:
+    """A plan that cannot fit on its GPUs is refused, with changes that would make it fit."""
+    problem = does_not_fit(loaded)
+    if problem:
+        raise ConfigError(problem)
+
+
+def check_engine_memory(loaded: Loaded) -> None:
+    """One engine is one GPU, and it must hold the whole model and one conversation. On a CPU the rules ask for the latter."""
+    config = loaded.config
+    need = sum(part.num_bytes for part in engine_memory(config)) / 2**30
+    room = config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib
+    if config.cluster.device == "cuda" and need > room:
+        share = need / config.cluster.gpu_memory_gib + 0.02
+        larger = f", or rollout.gpu_memory_fraction = {share:.2f} or more" if share < 0.95 else ""
+        raise ConfigError(
+            f"an engine needs {need:.1f} GiB for weights and one conversation, and {loaded.show('rollout.gpu_memory_fraction')} of "
+            f"{loaded.show('cluster.gpu_memory_gib')} is {room:.1f} GiB. Engines that span GPUs are not built yet; use a smaller model"
+            f"{larger}."
+        )
 
 
 def check_run_target(loaded: Loaded, plan: RunPlan, command: str = "") -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from megatron_gptoss.config.layout import balanced_stages, stages
-from megatron_gptoss.config.load import FIELDS, Loaded
+from megatron_gptoss.config.load import FIELDS, Loaded, to_toml
 from megatron_gptoss.config.memory import kv_bytes_per_token
 
 # Ids the model must have room for. The tiny tokenizer uses 339 of its 512.
@@ -42,7 +42,9 @@ def not_built_yet(loaded: Loaded) -> list[str]:
     for key, values in NOT_BUILT_YET.items():
         value, default = loaded.value(key), FIELDS[key].default
         if value in values if values is not None else value != default:
-            found.append(f"{loaded.show(key)} can be planned, but a run would ignore it: it is not built yet. Use {key} = {default}.")
+            found.append(
+                f"{loaded.show(key)} can be planned, but a run would ignore it: it is not built yet. Use {key} = {to_toml(default)}."
+            )
     return found
 
 

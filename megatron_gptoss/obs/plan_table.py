@@ -5,10 +5,13 @@ In: `Loaded`, `RunPlan`. Out: name and value rows, for `gptoss plan` and for the
 
 from __future__ import annotations
 
-from megatron_gptoss.config.load import Loaded
-from megatron_gptoss.config.memory import MemoryPart, engine_memory, trainer_memory
+from megatron_gptoss.config.fit import host_bytes_per_node
+from megatron_gptoss.config.load import FIELDS, Loaded
+from megatron_gptoss.config.memory import MemoryPart, engine_memory
 from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.config.rank_memory import GIB, RankMemory, trainer_memory
 from megatron_gptoss.obs.console import ALARM
+from megatron_gptoss.types import PeakMemory
 
 
 def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
@@ -25,11 +28,8 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
             f"top-{model.num_experts_per_tok}, {model.vocab_size} ids",
         ),
         ("first weights", config.run.resume or config.run.init or f"random, seed {config.run.seed}"),
-        (
-            "trainer",
-            f"{_number(plan.world_size, 'rank')} on {plan.device}: data {plan.data_parallel}, expert {plan.expert_parallel} "
-            f"({plan.experts_per_rank} experts a rank); {config.trainer.dtype}",
-        ),
+        ("trainer", _trainer(plan) + f"; {config.trainer.dtype}"),
+        *([("a rank", _rank(plan))] if plan.world_size > plan.data_parallel else []),
         (
             "attention",
             (
@@ -39,6 +39,7 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
             )
             + ("; deterministic" if config.trainer.deterministic_attention else ""),
         ),
+        *([("how it computes", how)] if (how := _how(loaded)) else []),
         (
             "engines",
             f"{plan.num_engines} on {plan.device}; {rollout.dtype}, {_number(plan.engine_max_running, 'conversation')} at once in each"
@@ -59,9 +60,80 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
             f"at most {_number(rollout.max_turns, 'turn')} of {rollout.max_turn_tokens} tokens, {plan.engine_max_model_len} tokens in all",
         ),
         ("steps", f"{config.run.steps} of train; {config.sft.steps} of sft, {config.sft.sequences_per_step} sequences each"),
-        ("memory of a rank", _memory(trainer_memory(config)) + ", and activations"),
+        *memory_rows(loaded),
         ("memory of an engine", _memory(engine_memory(config))),
+        *([("not built yet", ", ".join(m.split(" can be")[0] for m in plan.not_built))] if plan.not_built else []),
     ]
+
+
+def memory_rows(loaded: Loaded) -> list[tuple[str, str]]:
+    """What the worst rank holds at its worst moment, the other stages' sums, and what the host holds for the GPUs."""
+    config = loaded.config
+    ranks = trainer_memory(config)
+    worst = max(ranks, key=lambda rank: rank.total)
+    of = f" of {config.cluster.gpu_memory_gib:g}" if config.cluster.device == "cuda" else ""
+    parts = ", ".join(f"{part.name} {_size(part.num_bytes)}" for part in (*worst.at_the_peak(), *worst.overhead))
+    name = "memory of a rank" if len(ranks) == 1 else f"memory, stage {worst.stage}"
+    rows = [(name, f"{_size(worst.total)}{of}, {WORST[worst.worst_phase]}: {parts}")]
+    if len(ranks) > 1:
+        rows.append(("memory, all stages", ", ".join(_size(rank.total) for rank in ranks)))
+    if host := host_bytes_per_node(config):
+        rows.append(("memory of a node", f"{_size(host)} of {config.cluster.host_memory_gib:g} for the optimizers of its ranks"))
+    return rows
+
+
+# phase -> when the peak is
+WORST = {
+    "layer": "worst in a layer's backward pass",
+    "head": "worst at the output head",
+    "step": "worst in the optimizer's step",
+    "reference": "worst while the reference is scored",
+    "build": "worst while the model is built",
+    "publish": "worst while weights are published",
+}
+
+
+def predicted_and_measured(predicted: RankMemory, measured: PeakMemory) -> list[tuple[str, str]]:
+    """Peak memory of one rank as planned beside as it was, for a table after the first step. `predicted`: that of the rank's stage."""
+    return [
+        ("tensors at the peak", _beside(predicted.allocated, measured.allocated)),
+        ("held by the allocator, with gaps", _beside(predicted.reserved, measured.reserved)),
+        ("on the GPU in all", _beside(predicted.total, measured.device)),
+    ]
+
+
+def _beside(predicted: int, measured: int) -> str:
+    off = f", predicted {100 * (predicted / measured - 1):+.1f} %" if measured else ""
+    return f"predicted {_size(predicted)}, measured {_size(measured)}{off}"
+
+
+def _trainer(plan: RunPlan) -> str:
+    degrees = {
+        "tensor": plan.tensor_parallel,
+        "context": plan.context_parallel,
+        "pipeline": plan.pipeline_parallel,
+        "data": plan.data_parallel,
+    }
+    shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1 or name == "data")
+    copies = f", {plan.expert_copies} copies of each" if plan.expert_copies > 1 and plan.expert_parallel > 1 else ""
+    experts = f"expert {plan.expert_parallel} ({_number(plan.experts_per_rank, 'expert')} a rank{copies})"
+    return f"{_number(plan.world_size, 'rank')} on {plan.device}: {shown}, {experts}"
+
+
+def _rank(plan: RunPlan) -> str:
+    heads = f"{_number(plan.heads_per_rank, 'query head')}, {_number(plan.kv_heads_per_rank, 'kv head')}, {plan.vocabulary_per_rank} ids"
+    tokens = f"{plan.tokens_per_rank} of {plan.tokens_per_microbatch} tokens of a microbatch"
+    if plan.pipeline_parallel == 1:
+        return f"{heads}; {tokens}"
+    layers = "+".join(map(str, plan.layers_per_stage))
+    return f"{heads}; {tokens}; stages of {layers} layers, at least {plan.least_microbatches} microbatches"
+
+
+def _how(loaded: Loaded) -> str:
+    """The trainer's choices that are not the defaults."""
+    keys = ("transformer", "experts", "dispatcher", "logprob", "recompute", "optimizer_states", "optimizer_offload")
+    chosen = {key: loaded.value(f"trainer.{key}") for key in keys}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in chosen.items() if value != FIELDS[f"trainer.{key}"].default)
 
 
 def _memory(parts: list[MemoryPart]) -> str:
@@ -70,7 +142,7 @@ def _memory(parts: list[MemoryPart]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _count(n: int) -> str:

@@ -1,0 +1,287 @@
+"""What does one trainer rank hold, part by part, and how much at its worst moment?
+
+In: `Config`. Out: `RankMemory` for each pipeline stage. Pure arithmetic over the shapes that the code keeps; docs/memory.md explains every
+part with worked numbers. Some parts are there all the time (PHASE "always"), the others in one phase only, so the peak is the first sum and
+the largest of the others. What PyTorch's allocator does not see (CUDA's own memory, NCCL, gaps between blocks) is an allowance, kept apart.
+
+Legend: t tokens of a microbatch on this rank in attention, n the same in norms and residuals (divided over tensor ranks too), R rows
+that this rank's experts compute, C hidden size, I expert width, q and kv channels of this rank's query and kv heads, V its part of the
+vocabulary, b bytes of a weight or activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+
+from megatron_gptoss.config.layout import stages
+from megatron_gptoss.config.memory import BYTES, MemoryPart
+from megatron_gptoss.config.schema import Config
+
+GIB = 2**30
+
+# Allowances, not measured: what a CUDA process takes before it has a tensor (context, libraries, compiled kernels), what NCCL takes for
+# each group of more than one rank, and the part of what comes and goes that lies in gaps of the allocator.
+CUDA_BYTES = int(0.8 * GIB)
+NCCL_BYTES_PER_GROUP = int(0.3 * GIB)
+GAPS, GAPS_NAME = 0.05, "gaps between blocks"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank of a pipeline stage. All ranks of a stage are alike, but for the share of rows that their experts get."""
+
+    stage: int
+    parts: tuple[MemoryPart, ...]  # what PyTorch allocates, by phase
+    overhead: tuple[MemoryPart, ...]  # what else lies on the GPU
+    host_bytes: int  # in the node's memory
+
+    def sum(self, *phases: str) -> int:
+        return sum(part.num_bytes for part in self.parts if part.phase in phases)
+
+    @property
+    def worst_phase(self) -> str:
+        return max({part.phase for part in self.parts} - {"always", "pass"}, key=lambda phase: (self._beside(phase), phase))
+
+    def _beside(self, phase: str) -> int:
+        """What a phase adds to what is always there. Kept activations are there in both phases of a pass, "layer" and "head"."""
+        return self.sum(phase, "pass") if phase in ("layer", "head") else self.sum(phase)
+
+    @property
+    def allocated(self) -> int:
+        """The largest sum of tensors at any moment: what torch.cuda.max_memory_allocated() will say."""
+        return self.sum("always") + self._beside(self.worst_phase)
+
+    @property
+    def reserved(self) -> int:
+        """The same with the allocator's gaps: what torch.cuda.max_memory_reserved() should say."""
+        return self.allocated + sum(part.num_bytes for part in self.overhead if part.name == GAPS_NAME)
+
+    @property
+    def total(self) -> int:
+        """What the GPU must have."""
+        return self.allocated + sum(part.num_bytes for part in self.overhead)
+
+    def at_the_peak(self) -> list[MemoryPart]:
+        """The parts that are there at the worst moment, in their order."""
+        worst = self.worst_phase
+        phases = ("always", worst, "pass") if worst in ("layer", "head") else ("always", worst)
+        return [part for part in self.parts if part.phase in phases and part.num_bytes]
+
+
+def trainer_memory(config: Config) -> list[RankMemory]:
+    """One record for each pipeline stage."""
+    return [_stage(config, stage) for stage in range(config.parallel.pipeline)]
+
+
+def worst_rank(config: Config) -> RankMemory:
+    """The stage that needs most."""
+    return max(trainer_memory(config), key=lambda rank: rank.total)
+
+
+# ---- what stays ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters on one rank, and the share of each whose optimizer state it has."""
+
+    dense: int  # attention, norms, router, embedding, head
+    experts: int
+    dense_updated: int  # the distributed optimizer divides the rest over data x context ranks
+    experts_updated: int  # over the ranks that hold the same experts
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def updated(self) -> int:
+        return self.dense_updated + self.experts_updated
+
+
+def held_parameters(config: Config, stage: int) -> Held:
+    model, parallel = config.model, config.parallel
+    layers = stages(config)[stage]
+    hidden, tensor = model.hidden_size, parallel.tensor
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    divided = hidden * (q + 2 * kv) + q + 2 * kv + q * hidden + model.num_attention_heads  # over tensor ranks; the last: sinks
+    whole = hidden + hidden * model.num_local_experts + model.num_local_experts + 2 * hidden  # projection's bias, router, two norms
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    rows = (first + last) * model.vocab_size * hidden
+    dense = layers * (divided // tensor + whole) + rows // tensor + last * hidden
+    ranks = tensor * parallel.context * parallel.data
+    experts = layers * model.num_local_experts // parallel.expert * expert_parameters(config)
+    copies = max(ranks // parallel.expert, 1)
+    return Held(dense, experts, ceil(dense / (parallel.data * parallel.context)), ceil(experts / copies))
+
+
+def expert_parameters(config: Config) -> int:
+    hidden, wide = config.model.hidden_size, config.model.intermediate_size
+    return hidden * 2 * wide + 2 * wide + wide * hidden + hidden
+
+
+def _state_bytes(config: Config) -> int:
+    """Of one updated parameter: two moments, and a float32 original where the weight itself is not one."""
+    return 2 * BYTES[config.trainer.optimizer_states] + (0 if config.trainer.dtype == "float32" else 4)
+
+
+def _weights(config: Config, held: Held) -> Iterable[MemoryPart]:
+    trainer = config.trainer
+    b = BYTES[trainer.dtype]
+    yield MemoryPart("weights", held.all * b)
+    yield MemoryPart("gradients", held.all * 4)  # summed and reduced in float32
+    optimizer = round(held.updated * _state_bytes(config) * (1 - trainer.optimizer_offload))
+    yield MemoryPart("optimizer", optimizer)
+    if config.rl.kl_coef > 0:
+        yield MemoryPart("reference policy", held.all * b)
+        # While it is scored, the current weights wait beside it.
+        yield MemoryPart("current weights, while the reference is scored", held.all * b, "reference")
+    # PyTorch's AdamW makes the roots of all second moments at once. Dense and expert parameters are stepped one after the other.
+    roots = max(held.dense_updated, held.experts_updated) * BYTES[trainer.optimizer_states]
+    yield MemoryPart("AdamW's temporaries", round(roots * (1 - trainer.optimizer_offload)), "step")
+    # Megatron allocates the model, then the buffers its weights move into; the optimizer comes after that.
+    yield MemoryPart("weights twice, before the optimizer is", max(held.all * b - optimizer, 0), "build")
+    if config.parallel.expert > 1:
+        gathered = config.model.num_local_experts * 2 * config.model.intermediate_size * config.model.hidden_size * b
+        yield MemoryPart("a layer's experts, gathered and turned to be published", 2 * gathered, "publish")
+
+
+# ---- what comes and goes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Sizes of one microbatch on one rank, per the legend above."""
+
+    b: int
+    t: int
+    n: int
+    rows_sent: int  # top-k rows of this rank's tokens
+    rows: int  # R, with the imbalance of routing where experts are divided
+    q: int
+    kv: int
+    heads: int
+
+
+def flow(config: Config) -> Flow:
+    model, parallel = config.model, config.parallel
+    t = config.trainer.tokens_per_microbatch // parallel.context
+    n = t // parallel.tensor
+    sent = n * model.num_experts_per_tok
+    imbalance = parallel.expert_imbalance if parallel.expert > 1 else 1.0
+    heads, kv_heads = model.num_attention_heads // parallel.tensor, model.num_key_value_heads // parallel.tensor
+    size = model.head_dim
+    return Flow(BYTES[config.trainer.dtype], t, n, sent, ceil(sent * imbalance), heads * size, kv_heads * size, heads)
+
+
+def attention_kept(config: Config, f: Flow) -> int:
+    """What a layer's attention, with both norms, keeps for backward. The layer's own input is counted in `layer_input`."""
+    hidden = config.model.hidden_size
+    norms = f.n * (2 * 4 + hidden * f.b)  # reciprocal deviations in float32; the first norm's output, which qkv multiplies
+    qkv = f.t * (f.q + 2 * f.kv) * f.b  # one tensor, of which v is a part and the rest is kept with it
+    rotated = f.t * (f.q + f.kv) * f.b + 4 * f.t * config.model.head_dim * f.b  # q and k; cosines and sines of each
+    output = f.t * f.q * f.b + f.t * f.heads * 4  # and its log-sum-exp
+    return norms + qkv + rotated + output + f.n * hidden * f.b  # the last: the sum with the residual, input of the second norm
+
+
+def moe_input(config: Config, f: Flow) -> int:
+    return f.n * config.model.hidden_size * f.b
+
+
+def moe_kept(config: Config, f: Flow) -> int:
+    """What the router and the experts keep beyond their input."""
+    model = config.model
+    hidden, wide, k = model.hidden_size, model.intermediate_size, model.num_experts_per_tok
+    router = f.n * (model.num_local_experts * (4 + 4 + 1) + k * (8 + 4))  # logits, weights of all experts, map; chosen ids and weights
+    ids = f.rows_sent * 24  # a row's token and cell, a token's rows
+    if config.trainer.experts == "grouped":
+        experts = f.rows * ((hidden + 2 * wide) * f.b + 4)  # rows, their products before the bias, their weights
+    else:  # plain PyTorch keeps what its elementwise steps made: about two wide and four narrow tensors more
+        experts = f.rows * ((2 * hidden + 3 * 2 * wide + 4 * wide) * f.b + 4)
+    return router + ids + experts
+
+
+def layer_input(config: Config, f: Flow) -> int:
+    return f.n * config.model.hidden_size * f.b
+
+
+def kept_of_layer(config: Config, f: Flow, recompute: str) -> int:
+    """What stays of one layer from its forward to its backward pass."""
+    kept = layer_input(config, f)
+    if recompute != "full":
+        kept += attention_kept(config, f) + moe_input(config, f)
+    if recompute == "none":
+        kept += moe_kept(config, f)
+    return kept
+
+
+def _experts_backward(config: Config, f: Flow) -> int:
+    """The largest sum of tensors that the experts' backward makes beside what was kept."""
+    hidden, wide = config.model.hidden_size, config.model.intermediate_size
+    local = config.model.num_local_experts // config.parallel.expert
+    gradients = f.rows * (hidden + 4 * wide) * f.b  # of the output, of the activation (and that again), of the product before it
+    at_the_end = f.rows * (2 * hidden + 2 * wide) * f.b + local * 3 * hidden * wide * f.b  # both matrices' gradients, of the input
+    return max(gradients, at_the_end)
+
+
+def _attention_backward(config: Config, f: Flow) -> int:
+    gradients = f.t * 2 * (f.q + f.kv) * f.b + f.t * f.q * 4 + f.t * f.heads * 4  # of the output, q, k, v; q's sum and row sums in float32
+    if config.trainer.attention == "reference":  # all weights at once, their gradients and a product of the two
+        gradients += 3 * f.heads * f.t * min(config.rollout.max_sequence_tokens, f.t) * 4
+    # Context ranks deal heads out: what is sent and received lies there once more.
+    return gradients + (2 * f.t * (f.q + 2 * f.kv) * f.b if config.parallel.context > 1 else 0)
+
+
+def _pass(config: Config, stage: int) -> Iterable[MemoryPart]:
+    trainer, model, parallel = config.trainer, config.model, config.parallel
+    f, hidden = flow(config), config.model.hidden_size
+    in_flight = parallel.pipeline - stage  # microbatches that have gone forward and not yet backward
+    layers = stages(config)[stage]
+    kept = layers * kept_of_layer(config, f, trainer.recompute)
+    words = {"none": "all", "selective": "attention's", "full": "layer inputs"}[trainer.recompute]
+    yield MemoryPart(f"activations kept ({words})", in_flight * kept, "pass")
+
+    again = kept_of_layer(config, f, "none") - kept_of_layer(config, f, trainer.recompute)
+    if again:
+        yield MemoryPart("one layer computed again", again, "layer")
+    yield MemoryPart("attention's gradients and workspace", max(_attention_backward(config, f) - _experts_backward(config, f), 0), "layer")
+    yield MemoryPart("experts' gradients", _experts_backward(config, f), "layer")
+    if parallel.expert > 1:
+        yield MemoryPart("all-to-all buffers", (f.rows_sent + f.rows) * hidden * f.b, "layer")
+    yield MemoryPart("residual's gradient", 2 * layer_input(config, f), "layer")
+
+    if stage == parallel.pipeline - 1:
+        vocabulary = model.vocab_size // parallel.tensor
+        logits = trainer.logprob_chunk * vocabulary
+        yield MemoryPart("logits of a chunk", logits * f.b, "head")
+        if trainer.logprob == "reference":
+            yield MemoryPart("its float32 copies", 4 * logits * 4, "head")
+        # Final norm's input, hidden states gathered and picked, their gradient, and that summed over tiles in float32.
+        yield MemoryPart("hidden states and their gradients", f.n * hidden * f.b + f.t * hidden * (3 * f.b + 4), "head")
+        yield MemoryPart("the head's gradient before it is added up", vocabulary * hidden * f.b, "head")
+
+
+def _stage(config: Config, stage: int) -> RankMemory:
+    held = held_parameters(config, stage)
+    parts = (*_weights(config, held), *_pass(config, stage))
+    host = held.updated * (_state_bytes(config) + 4) * config.trainer.optimizer_offload  # the gradients go there too
+    memory = RankMemory(stage, parts, (), round(host))
+    return RankMemory(stage, parts, tuple(_overhead(config, memory)), round(host))
+
+
+def _overhead(config: Config, memory: RankMemory) -> Iterable[MemoryPart]:
+    if config.cluster.device == "cpu":
+        return
+    p = config.parallel
+    ranks = p.tensor * p.context * p.data
+    groups = sum(
+        size > 1 for size in (ranks * p.pipeline, p.tensor, p.context, p.pipeline, p.data * p.context, p.expert, ranks // p.expert)
+    )
+    yield MemoryPart("CUDA and its libraries", CUDA_BYTES)
+    if groups:
+        yield MemoryPart(f"NCCL, {groups} groups", groups * NCCL_BYTES_PER_GROUP)
+    yield MemoryPart(GAPS_NAME, round(GAPS * (memory.allocated - memory.sum("always"))))
+    if config.cluster.share_gpus:
+        yield MemoryPart("the engine's share", round(config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib * GIB))

@@ -1,0 +1,230 @@
+"""Laws of the memory plan: byte counts worked by hand, what each choice moves, and advice that was tried before it is given."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_gptoss.config import rules
+from megatron_gptoss.config.fit import changed_config, cures, does_not_fit, fits, host_bytes_per_node
+from megatron_gptoss.config.load import Loaded, load, parse_flags
+from megatron_gptoss.config.memory import count_parameters, engine_memory
+from megatron_gptoss.config.preflight import check_engine_memory, check_memory
+from megatron_gptoss.config.rank_memory import GIB, held_parameters, trainer_memory, worst_rank
+from megatron_gptoss.config.rules import broken_rules
+from megatron_gptoss.config.schema import Config
+from megatron_gptoss.errors import ConfigError
+from megatron_gptoss.obs.plan_table import predicted_and_measured
+from megatron_gptoss.types import PeakMemory
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def loaded(*arguments: str) -> Loaded:
+    names = {"tiny", "20b", "120b", "scaled"}
+    return load(*parse_flags([str(CONFIGS / f"{a}.toml") if a in names else a for a in arguments]))
+
+
+def parts(config: Config, stage: int = 0) -> dict[str, int]:
+    memory = trainer_memory(config)[stage]
+    return {part.name: part.num_bytes for part in (*memory.parts, *memory.overhead)}
+
+
+# ---- by hand ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_worked_by_hand():
+    # configs/tiny.toml: 2 layers, hidden 128, 4 query heads and 2 kv heads of 64, 4 experts of width 64 top-2, 512 ids, float32.
+    config = loaded("tiny", "--trainer.tokens_per_microbatch=256", "--trainer.recompute=full").config
+    found = parts(config)
+    assert found["weights"] == 4 * 529_296 and found["gradients"] == 4 * 529_296
+    assert found["optimizer"] == 8 * 529_296  # two float32 moments; float32 weights are their own originals
+    assert found["activations kept (layer inputs)"] == 2 * 256 * 128 * 4
+    attention = (
+        256 * (2 * 4 + 128 * 4)  # two norms' reciprocal deviations, the first norm's output
+        + 256 * (256 + 2 * 128) * 4  # queries, keys and values as one tensor
+        + 256 * (256 + 128) * 4  # rotated queries and keys
+        + 4 * 256 * 64 * 4  # cosines and sines, of queries and of keys
+        + 256 * 256 * 4  # attention's output
+        + 256 * 4 * 4  # its log-sum-exp
+        + 256 * 128 * 4  # the residual stream behind attention
+    )
+    router = 256 * (4 * (4 + 4 + 1) + 2 * (8 + 4)) + 512 * 24  # 512 = 256 x top-2 rows
+    experts = 512 * ((2 * 128 + 3 * 2 * 64 + 4 * 64) * 4 + 4)  # a loop in plain PyTorch
+    assert found["one layer computed again"] == attention + 256 * 128 * 4 + router + experts
+    assert found["experts' gradients"] == 512 * (2 * 128 + 2 * 64) * 4 + 4 * 3 * 128 * 64 * 4
+    assert found["logits of a chunk"] == 1024 * 512 * 4
+    assert "all-to-all buffers" not in found and "CUDA and its libraries" not in found
+
+
+def test_20b_on_two_gpus_worked_by_hand():
+    config = loaded(
+        "20b", "--parallel.data=2", "--parallel.expert=2", "--trainer.recompute=full", "--trainer.optimizer_offload=0.75"
+    ).config
+    found = parts(config)
+    dense, experts = 1_797_824_064, 19_116_933_120  # of the 20,914,757,184
+    assert (count_parameters(config.model).dense, count_parameters(config.model).experts) == (dense, experts)
+    held = dense + experts // 2  # each rank has all that is dense and 16 of 32 experts
+    assert found["weights"] == 2 * held == 22_712_581_248
+    assert found["gradients"] == 4 * held == 45_425_162_496
+    updated = dense // 2 + experts // 2  # dense states are divided over two ranks; nobody else has these experts
+    assert updated == 10_457_378_592
+    assert found["optimizer"] == 12 * updated // 4 == 31_372_135_776
+    assert trainer_memory(config)[0].host_bytes == 16 * updated * 3 // 4  # master, two moments, the gradient
+    assert found["activations kept (layer inputs)"] == 24 * 16384 * 2880 * 2
+    rows = 16384 * 4 * 5 // 4  # top-4, and an imbalance of 1.25
+    again = (
+        16384 * (8 + 5760)  # norms
+        + 16384 * (4096 + 2 * 512) * 2  # qkv
+        + 16384 * (4096 + 512) * 2  # rotated
+        + 4 * 16384 * 64 * 2  # cosines and sines
+        + 16384 * (4096 * 2 + 64 * 4)  # output, log-sum-exp
+        + 16384 * 5760  # residual
+        + 16384 * 5760  # the experts' input
+        + 16384 * (32 * 9 + 4 * 12)  # router
+        + 16384 * 4 * 24  # who goes where
+        + rows * ((2880 + 5760) * 2 + 4)  # rows, first product
+    )
+    assert found["one layer computed again"] == again
+    # Both products' gradients, that of the rows, of the output; then both matrices' of 16 experts.
+    assert found["experts' gradients"] == rows * 4 * 2880 * 2 + 16 * 3 * 2880 * 2880 * 2
+    assert found["all-to-all buffers"] == (65536 + rows) * 2880 * 2
+    assert found["logits of a chunk"] == 1024 * 201088 * 2
+
+
+# ---- what each choice moves ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["20b", "120b"])
+def test_all_ranks_together_hold_each_expert_once_a_copy_and_each_moment_once(name):
+    flags = ("--parallel.tensor=2", "--parallel.context=2", "--parallel.pipeline=4", "--parallel.data=4", "--parallel.expert=8")
+    config = loaded(name, *flags).config
+    count = count_parameters(config.model)
+    held = [held_parameters(config, stage) for stage in range(4)]
+    assert sum(h.experts for h in held) * 8 == count.experts
+    assert sum(h.experts_updated for h in held) * 16 == count.experts  # ranks of a stage: 2 x 2 x 4
+    # What tensor ranks divide is half on each; norms, routers and the projection's bias are on both.
+    whole = config.model.num_hidden_layers * (3 * 2880 + (2880 + 1) * config.model.num_local_experts) + 2880
+    assert 2 * sum(h.dense for h in held) == count.dense + whole
+    assert sum(h.dense_updated for h in held) * 8 == pytest.approx(sum(h.dense for h in held), abs=8 * 8)  # data x context = 8
+
+
+def test_every_choice_moves_its_own_part():
+    base = loaded("20b").config
+    before = parts(base)
+
+    def after(**values: object) -> dict[str, int]:
+        return parts(changed_config(base, {key.replace("__", "."): value for key, value in values.items()}))
+
+    assert after(trainer__optimizer_states="bfloat16")["optimizer"] == before["optimizer"] * 8 // 12
+    assert after(trainer__optimizer_offload=0.5)["optimizer"] == before["optimizer"] // 2
+    assert after(trainer__optimizer_offload=1.0)["optimizer"] == 0
+    kept = [
+        sum(v for k, v in after(trainer__recompute=r).items() if k.startswith("activations kept")) for r in ("none", "selective", "full")
+    ]
+    assert kept[0] > 2 * kept[1] > 4 * kept[2]
+    assert after(trainer__logprob_chunk=512)["logits of a chunk"] == before["logits of a chunk"] // 2
+    assert after(rl__kl_coef=0.1)["reference policy"] == before["weights"]
+    # Context ranks share tokens, and nothing else; tensor ranks share heads and vocabulary too.
+    context = after(parallel__context=2)
+    assert context["activations kept (attention's)"] * 2 == before["activations kept (attention's)"]
+    assert context["weights"] == before["weights"]
+    assert after(parallel__tensor=2)["logits of a chunk"] * 2 == before["logits of a chunk"]
+
+
+def test_the_peak_is_what_is_always_there_and_the_worst_of_the_rest():
+    for name in ("tiny", "20b", "120b"):
+        memory = worst_rank(loaded(name).config)
+        assert memory.allocated == sum(part.num_bytes for part in memory.at_the_peak())
+        phases = {part.phase for part in memory.parts} - {"always", "pass"}
+        assert all(memory.allocated >= memory.sum("always", p, *(["pass"] if p in ("layer", "head") else [])) for p in phases)
+        assert memory.total >= memory.reserved >= memory.allocated
+
+
+def test_earlier_stages_keep_more_microbatches():
+    config = loaded("20b", "--parallel.pipeline=4", "--parallel.data=2", "--parallel.expert=2", "--parallel.pipeline_layers=6,6,6,6").config
+    kept = [memory.sum("pass") for memory in trainer_memory(config)]
+    assert kept == [4 * kept[3], 3 * kept[3], 2 * kept[3], kept[3]]
+    assert [memory.sum("head") > 0 for memory in trainer_memory(config)] == [False, False, False, True]
+
+
+def test_an_engine_that_shares_the_gpu_takes_its_share():
+    config = loaded("20b", "--cluster.share_gpus=true", "--rollout.gpu_memory_fraction=0.5").config
+    assert parts(config)["the engine's share"] == round(0.5 * 139.8 * GIB)
+    assert engine_memory(config)[0].num_bytes == 2 * 20_914_757_184
+
+
+# ---- what does not fit --------------------------------------------------------------------------------------------------------------
+
+TOO_LARGE = [
+    ("20b", "--trainer.recompute=none"),
+    ("20b", "--parallel.data=2", "--parallel.expert=2"),
+    ("20b", "--parallel.data=2", "--parallel.expert=2", "--trainer.experts=loop", "--trainer.attention=reference"),
+    ("20b", "--rollout.max_sequence_tokens=65536", "--trainer.tokens_per_microbatch=65536"),
+    ("20b", "--cluster.share_gpus=true"),
+    ("120b", "--parallel.data=8", "--parallel.expert=8"),
+    ("120b", "--parallel.data=16", "--parallel.expert=16"),
+    ("120b", "--parallel.data=8", "--parallel.expert=8", "--trainer.optimizer_offload=1.0", "--cluster.host_memory_gib=1000.0"),
+]
+
+
+@pytest.mark.parametrize("arguments", TOO_LARGE)
+def test_a_plan_that_cannot_fit_names_parts_and_changes_that_do_fit(arguments, monkeypatch):
+    monkeypatch.setattr(rules, "NOT_BUILT_YET", {})
+    plan = loaded(*arguments)
+    assert broken_rules(plan) == [] and not fits(plan.config)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(plan)
+    message = str(caught.value)
+    assert "GiB" in message and re.search(r"cluster\.(gpu|host)_memory_gib = ", message)
+    found = cures(plan)
+    assert found, message
+    for cure in found:
+        changed = Loaded(changed_config(plan.config, cure), plan.origins)
+        assert broken_rules(changed) == [] and fits(changed.config)
+        assert all(f"{key} = " in message for key in cure)
+
+
+def test_advice_holds_nothing_that_a_run_would_ignore(monkeypatch):
+    monkeypatch.setattr(rules, "NOT_BUILT_YET", {"trainer.recompute": None, "trainer.optimizer_offload": None, "parallel.context": None})
+    plan = loaded("20b", "--trainer.recompute=none", "--parallel.data=2", "--parallel.expert=2")
+    message = does_not_fit(plan)
+    assert "Would fit: parallel.data = " in message
+    assert not re.search(r"recompute = \"|optimizer_offload = |context = ", message.split("Would fit")[1])
+
+
+def test_what_fits_is_not_judged_and_neither_is_a_cpu():
+    assert does_not_fit(loaded("20b")) == "" and does_not_fit(loaded("120b")) == ""
+    assert does_not_fit(loaded("tiny")) == ""
+    assert host_bytes_per_node(loaded("20b").config) == 0
+
+
+def test_an_engine_must_hold_the_model():
+    check_engine_memory(loaded("20b"))
+    with pytest.raises(ConfigError, match=r"needs 218\.2 GiB.*rollout\.gpu_memory_fraction = 0\.85 .*not built yet"):
+        check_engine_memory(loaded("120b"))
+    with pytest.raises(ConfigError, match=r"or rollout\.gpu_memory_fraction = 0\.30 or more\.$"):
+        check_engine_memory(loaded("20b", "--rollout.gpu_memory_fraction=0.2"))
+    check_engine_memory(loaded("20b", "--rollout.gpu_memory_fraction=0.3"))
+
+
+def test_the_layout_of_the_120b_scaled_down_to_four_ranks():
+    big, small = loaded("120b").config, loaded("tiny", "scaled").config
+    assert small.parallel.data == small.parallel.expert == 4 and big.parallel.data == big.parallel.expert == 32
+    assert small.trainer.recompute == big.trainer.recompute
+    for flags in (
+        ("--parallel.context=2", "--parallel.data=2"),
+        ("--parallel.pipeline=2", "--parallel.data=2", "--parallel.expert=2"),
+        ("--parallel.tensor=2", "--parallel.data=2"),
+    ):
+        assert broken_rules(loaded("tiny", "scaled", *flags)) == []
+
+
+# ---- beside what was measured -------------------------------------------------------------------------------------------------------
+
+
+def test_prediction_beside_measurement():
+    memory = worst_rank(loaded("20b").config)
+    rows = predicted_and_measured(memory, PeakMemory(memory.allocated, memory.reserved, round(memory.total / 0.95)))
+    assert [value.endswith(percent) for (_, value), percent in zip(rows, ("+0.0 %", "+0.0 %", "-5.0 %"), strict=True)] == [True] * 3
+    assert predicted_and_measured(memory, PeakMemory(0, 0, 0))[0][1].endswith("measured 0.0 MiB")
