@@ -1,0 +1,445 @@
+"""Times a training world with random weights: scoring, forward + backward, optimizer step; by itself or under torchrun.
+
+    python tools/bench_train.py configs/20b.toml --parallel.data=1 --parallel.expert=1 --trainer.attention=flash --trainer.recompute=full \\
+        --tokens 16384 --sequence 8192 --without-optimizer --profile --json 20b.json
+    torchrun --standalone --nproc-per-node 2 tools/bench_train.py configs/20b.toml --parallel.data=2 --parallel.expert=2
+    python tools/bench_train.py configs/tiny.toml               # on a CPU: does it run?
+
+In: TOML files and dotted flags as `gptoss train` takes them, and what to time. Out: a table, and JSON from rank 0. Trainer, model, groups
+and packing are those of training; only weights and tokens are random. Each rank makes its weights on its own device, with the distributions
+of model/random_init.py but not its values, which are drawn on the host and take minutes for 20 billion.
+
+Routing: `balanced` overrules the choice of every router so that token t of a rank goes to experts tK, tK + 1, ... tK + K - 1 (modulo E, and
+one further in each layer): every expert gets as many tokens as any other, up to one. Logits, probabilities and gradients are the router's
+own. `natural` leaves the choice to the random router.
+
+`--without-optimizer` builds none: one 140 GB GPU holds weights and gradients of the 20B, not the optimizer's 12 bytes a parameter.
+
+Useful FLOPs a token, of which recomputation is no part: forward 2 for each parameter that multiplies it (attention's matrices, router, the
+K experts that it visits; the output head only for tokens that are predicted), and 4 H D for each pair of a query and a key that it sees, a
+full layer n (n + 1) / 2 of them in a sequence of n and a windowed one at most `sliding_window` a query. Backward twice as many. (Tools
+that time attention alone count 2.5 times, since no kernel does with less.) Peak: the best of ten products of 8192^3 in the same dtype, on
+the same GPU, in this run. Milliseconds are medians of the slowest rank's; memory is the worst rank's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_gptoss.config.layout import layer_multiplications, stages, world_size
+from megatron_gptoss.config.load import load, parse_flags
+from megatron_gptoss.config.memory import count_parameters
+from megatron_gptoss.config.schema import Config, ModelConfig
+from megatron_gptoss.errors import ConfigError, GptossError
+
+if TYPE_CHECKING:  # torch must not be imported before the environment says what Megatron needs on a CPU
+    import torch
+
+    from megatron_gptoss.parallel.shape import ParallelShape
+    from megatron_gptoss.trainer.step import Trainer
+    from megatron_gptoss.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank is given for one update: `microbatches` packs of `sequences` sequences of `length` tokens."""
+
+    sequences: int
+    length: int
+    microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatches * self.sequences * self.length
+
+
+@dataclass
+class Phase:
+    """What was measured of one phase. Tokens and FLOPs are those of all data-parallel ranks together."""
+
+    name: str
+    ms: float
+    tokens_per_s: float | None  # of the whole world
+    tflops_per_gpu: float | None
+    share_of_peak: float | None
+    peak_gib: float | None  # allocated at once, on the worst rank
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    ms: float
+    calls: int
+    share: float  # of all kernels' time
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options, config = parse(arguments)
+        return bench(options, config)
+    except GptossError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--tokens", type=int, help="of a microbatch; default: trainer.tokens_per_microbatch")
+    parser.add_argument("--sequence", type=int, help="tokens of each sequence; default: rollout.max_sequence_tokens")
+    parser.add_argument("--microbatches", type=int, help="of an update on a rank; default: one for each pipeline stage")
+    parser.add_argument("--routing", choices=("balanced", "natural"), default="balanced")
+    parser.add_argument("--without-optimizer", action="store_true", help="time scoring, forward and backward only")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="list the five longest kernels of forward + backward")
+    parser.add_argument("--json", type=Path)
+    options, rest = parser.parse_known_args(arguments)
+    config = load(*parse_flags(rest)).config
+    for name in ("tokens", "sequence", "microbatches", "repeats"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} {value} must be at least 1.")
+    return options, config
+
+
+def load_of(options: argparse.Namespace, config: Config) -> Load:
+    tokens = options.tokens or config.trainer.tokens_per_microbatch
+    length = min(options.sequence or config.rollout.max_sequence_tokens, tokens)
+    return Load(tokens // length, length, options.microbatches or config.parallel.pipeline)
+
+
+def bench(options: argparse.Namespace, config: Config) -> int:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world != world_size(config):
+        p = config.parallel
+        raise ConfigError(
+            f"{world} processes were started, but parallel.tensor {p.tensor} x context {p.context} x pipeline {p.pipeline} x data {p.data} "
+            f"= {world_size(config)}. Start as many with torchrun --nproc-per-node, or set --parallel.data."
+        )
+    on_gpu = config.cluster.device == "cuda"
+    if not on_gpu:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from megatron_gptoss.parallel.groups import destroy_groups
+
+    shape = join(config, rank, on_gpu)
+    try:
+        given = load_of(options, config)
+        with torch_threads(config.trainer.threads_per_rank):
+            peak = measured_peak(config.trainer.dtype, on_gpu)
+            trainer = make_trainer(config, shape, with_optimizer=not options.without_optimizer)
+            phases, kernels = measure(trainer, config, given, options, peak)
+        if rank == 0:
+            report(config, given, options, peak, phases, kernels)
+    finally:
+        destroy_groups()
+    return 0
+
+
+# ---- building -----------------------------------------------------------------------------------------------------------------------
+
+
+def join(config: Config, rank: int, on_gpu: bool) -> ParallelShape:
+    """Process groups as a trainer's worker makes them."""
+    import torch
+
+    from megatron_gptoss.errors import MachineError
+    from megatron_gptoss.parallel.groups import init_groups
+    from megatron_gptoss.parallel.shape import ParallelShape
+
+    p = config.parallel
+    shape = ParallelShape(
+        world=world_size(config), tensor=p.tensor, pipeline=p.pipeline, context=p.context, expert=p.expert, stage_layers=stages(config)
+    )
+    if on_gpu:
+        if not torch.cuda.is_available():
+            raise MachineError('cluster.device = "cuda", and there is no CUDA device here. --cluster.device=cpu tries the tool out.')
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    alone = "RANK" not in os.environ
+    init_groups(
+        shape,
+        rank=rank,
+        init_method=f"file://{tempfile.mkdtemp()}/meet" if alone else "env://",
+        timeout_s=config.trainer.step_timeout_s,
+        seed=0,
+        backend="nccl" if on_gpu else "gloo",
+    )
+    return shape
+
+
+def make_trainer(config: Config, shape: ParallelShape, *, with_optimizer: bool) -> Trainer:
+    from megatron_gptoss.trainer import step
+
+    kept = step.make_optimizer, step.make_schedule
+    if not with_optimizer:
+        nothing: Any = lambda *_args, **_kwargs: _NoOptimizer()  # noqa: E731
+        step.make_optimizer = step.make_schedule = nothing
+    try:
+        trainer = step.Trainer(config.model, config.trainer, shape, config.rl, total_updates=1000)
+    finally:
+        step.make_optimizer, step.make_schedule = kept
+    fill_with_random_weights(trainer, config.model)
+    trainer.weights_changed()
+    return trainer
+
+
+class _NoOptimizer:
+    """Stands where the optimizer would, so that its memory is not taken."""
+
+    def zero_grad(self) -> None: ...
+    def reload_model_params(self) -> None: ...
+
+
+def fill_with_random_weights(trainer: Trainer, model: ModelConfig) -> None:
+    """Each parameter where it is, in its dtype. Ranks that hold the same parameter draw the same numbers."""
+    import torch
+
+    groups = trainer.groups
+    with torch.no_grad():
+        for name, p in trainer.module.named_parameters():
+            if "norm" in name:
+                p.fill_(1.0)
+            elif name.endswith("bias") and "router" not in name:
+                p.zero_()
+            else:
+                # Layers are counted on their stage, so the stage belongs to the name.
+                holder = f"ep{groups.ep.rank()}" if not getattr(p, "allreduce", True) else f"tp{groups.tp.rank()}"
+                digest = hashlib.sha256(f"{groups.pp.rank()}/{holder}/{name}".encode()).digest()
+                generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest[:7], "big"))
+                p.normal_(0.0, model.initializer_range, generator=generator)
+
+
+class Balanced:
+    """In place of a router's noise on the choice: logits [T, E] that choose experts in turn, whatever the router thinks."""
+
+    def __init__(self, layer: int, top_k: int) -> None:
+        self.layer, self.top_k = layer, top_k
+
+    def __call__(self, logits_TE: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        T, E = logits_TE.shape
+        turn_TK = torch.arange(T * self.top_k, device=logits_TE.device).view(T, self.top_k) + self.layer
+        return torch.zeros_like(logits_TE, requires_grad=False).scatter_(1, turn_TK % E, 1.0)
+
+
+def balance_routers(trainer: Trainer, model: ModelConfig) -> None:
+    from megatron_gptoss.model.router import routers_of
+
+    for router in routers_of(trainer.module):
+        router.noise = Balanced(router.layer, model.num_experts_per_tok)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def microbatches_of(given: Load, vocab_size: int, seed: int) -> list[MicroBatch]:
+    """Random tokens, all but the first of each sequence trained; engine log-probs near those of a random model."""
+    import math
+    import random
+
+    from megatron_gptoss.parallel.packing import make_microbatch
+    from megatron_gptoss.types import Sample
+
+    draw = random.Random(seed)
+    trained = (False, *[True] * (given.length - 1))
+    logp = (0.0, *[-math.log(vocab_size)] * (given.length - 1))
+
+    def sample(name: str) -> Sample:
+        ids = tuple(draw.randrange(vocab_size) for _ in range(given.length))
+        return Sample(name=name, token_ids=ids, trained=trained, engine_logp=logp, advantage=draw.gauss(0.0, 1.0))
+
+    return [make_microbatch([sample(f"bench/{m}#{s}") for s in range(given.sequences)]) for m in range(given.microbatches)]
+
+
+# ---- counting -----------------------------------------------------------------------------------------------------------------------
+
+
+def seen_pairs(n: int, window: int | None) -> int:
+    """(query, key) pairs of one causal sequence; the window counts the token itself."""
+    w = n if window is None else min(n, window)
+    return w * (w + 1) // 2 + (n - w) * w
+
+
+def forward_flops(model: ModelConfig, given: Load) -> int:
+    """Useful FLOPs of one data-parallel rank's forward pass over all its microbatches; backward has twice as many."""
+    windowed = (model.num_hidden_layers + 1) // 2  # layers 0, 2, ...
+    pairs = windowed * seen_pairs(given.length, model.sliding_window) + (model.num_hidden_layers - windowed) * seen_pairs(
+        given.length, None
+    )
+    matrices = given.length * model.num_hidden_layers * layer_multiplications(model)
+    head = (given.length - 1) * model.vocab_size * model.hidden_size
+    one_sequence = 2 * (matrices + head) + 4 * model.num_attention_heads * model.head_dim * pairs
+    return given.microbatches * given.sequences * one_sequence
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------------------------------
+
+
+def torch_threads(threads: int) -> Any:
+    from contextlib import contextmanager
+
+    import torch
+
+    @contextmanager
+    def limited():
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    return limited()
+
+
+def measured_peak(dtype: str, on_gpu: bool) -> float:
+    """FLOP/s of the best of ten square products."""
+    import torch
+
+    n = 8192 if on_gpu else 512
+    a = torch.randn(n, n, device="cuda" if on_gpu else "cpu").to(getattr(torch, dtype))
+    times = [timed(lambda: torch.mm(a, a))[1] for _ in range(12)]
+    return 2 * n**3 / min(times[2:]) * 1e3
+
+
+def timed[T](work: Callable[[], T]) -> tuple[T, float]:
+    """What `work` returns, and milliseconds until the device has done it."""
+    import torch
+
+    torch.cuda.synchronize()  # on a CPU, model.cpu has made it do nothing
+    start = time.perf_counter()
+    result = work()
+    torch.cuda.synchronize()
+    return result, (time.perf_counter() - start) * 1e3
+
+
+def measure(trainer: Trainer, config: Config, given: Load, options: argparse.Namespace, peak: float) -> tuple[list[Phase], list[Kernel]]:
+    import torch
+
+    from megatron_gptoss.trainer.how import Update
+
+    if options.routing == "balanced":
+        balance_routers(trainer, config.model)
+    shape = trainer.shape
+    minibatch = microbatches_of(given, config.model.vocab_size, seed=shape.data_index(torch.distributed.get_rank()))
+    # No reference policy is kept, and the KL term would cost a scoring pass.
+    how = Update(policy=config.rl.model_copy(update={"kl_coef": 0.0}), temperature=config.rollout.temperature)
+    times: dict[str, list[float]] = {"score": [], "forward + backward": [], "optimizer": [], "step": []}
+    memory: dict[str, list[int]] = {name: [] for name in times}
+
+    def one[T](name: str, work: Callable[[], T], keep: bool) -> tuple[T, float]:
+        on_gpu = trainer.device.type == "cuda"
+        torch.distributed.barrier()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        result, ms = timed(work)
+        if keep:
+            times[name].append(ms)
+            memory[name].append(torch.cuda.max_memory_allocated() if on_gpu else 0)
+        return result, ms
+
+    for repeat in range(2 + options.repeats):
+        keep = repeat >= 2  # kernels are compiled, buffers allocated and the optimizer's state made in the first
+        one("score", lambda: trainer.score(minibatch, temperature=how.temperature), keep)
+        totals, passes_ms = one("forward + backward", lambda: trainer._accumulate(minibatch, how, None, None), keep)
+        if not options.without_optimizer:
+            (_, stepped), step_ms = one("optimizer", lambda totals=totals: trainer._step(totals), keep)
+            if not stepped:
+                raise GptossError("the optimizer refused a step: a gradient is not finite")
+            if keep:
+                times["step"].append(passes_ms + step_ms)
+                memory["step"].append(max(memory[name][-1] for name in ("forward + backward", "optimizer")))
+    useful = {"score": 1, "forward + backward": 3, "optimizer": 0, "step": 3}
+    flops = forward_flops(config.model, given)
+    phases = []
+    for name in (n for n in times if times[n]):
+        ms, peak_bytes = slowest(statistics.median(times[name]), max(memory[name]), trainer)
+        rate = useful[name] * flops * shape.data / shape.world / ms * 1e3
+        phases.append(
+            Phase(
+                name=name,
+                ms=ms,
+                tokens_per_s=given.tokens * shape.data / ms * 1e3 if useful[name] else None,
+                tflops_per_gpu=rate / 1e12 if useful[name] else None,
+                share_of_peak=rate / peak if useful[name] else None,
+                peak_gib=peak_bytes / 2**30 if peak_bytes else None,
+            )
+        )
+    kernels = longest_kernels(lambda: trainer._accumulate(minibatch, how, None, None)) if options.profile else []
+    return phases, kernels
+
+
+def slowest(ms: float, peak_bytes: int, trainer: Trainer) -> tuple[float, int]:
+    """The worst over all ranks."""
+    import torch
+
+    worst = torch.tensor([ms, float(peak_bytes)], dtype=torch.float64, device=trainer.device)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return float(worst[0]), int(worst[1])
+
+
+def longest_kernels(work: Callable[[], object], most: int = 5) -> list[Kernel]:
+    """By the time they take themselves, all their calls together: GPU kernels, or on a CPU torch's operators."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        timed(work)
+    spent = [(e.key, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3, e.count) for e in found.key_averages()]
+    everything = sum(ms for _, ms, _ in spent) or 1.0
+    return [Kernel(name, ms, calls, ms / everything) for name, ms, calls in sorted(spent, key=lambda k: -k[1])[:most]]
+
+
+# ---- telling ------------------------------------------------------------------------------------------------------------------------
+
+
+def report(
+    config: Config, given: Load, options: argparse.Namespace, peak: float, phases: Sequence[Phase], kernels: Sequence[Kernel]
+) -> None:
+    import torch
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    machine = torch.cuda.get_device_name() if config.cluster.device == "cuda" else "cpu"
+    parameters, p, t = count_parameters(config.model), config.parallel, config.trainer
+    console.print(
+        f"{world_size(config)} x {machine}, torch {torch.__version__}; {parameters.total:,} parameters, {parameters.active:,} a token; "
+        f"tensor {p.tensor} context {p.context} pipeline {p.pipeline} data {p.data} expert {p.expert}"
+    )
+    console.print(
+        f"{given.microbatches} microbatches of {given.sequences} x {given.length:,} tokens a data-parallel rank; {t.dtype}, attention "
+        f"{t.attention} / {t.backend_of_windowed_layers}, experts {t.experts}, log-probs {t.logprob}, recompute {t.recompute}, "
+        f"routing {options.routing}; matrix peak {peak / 1e12:.4g} TFLOP/s"
+    )
+    table = Table("phase", "ms", "tokens/s", "TFLOP/s a GPU", "of peak", "peak GiB")
+    for f in phases:
+        table.add_row(
+            f.name, f"{f.ms:,.1f}", *(("",) * 3 if f.tokens_per_s is None else (
+                f"{f.tokens_per_s:,.0f}", f"{f.tflops_per_gpu:.4g}", f"{f.share_of_peak:.1%}")), f"{f.peak_gib:.1f}" if f.peak_gib else ""
+        )  # fmt: skip
+    console.print(table)
+    if kernels:
+        table = Table("kernel of forward + backward", "ms", "calls", "of all")
+        for k in kernels:
+            table.add_row(k.name[:100], f"{k.ms:,.1f}", str(k.calls), f"{k.share:.1%}")
+        console.print(table)
+    if options.json:
+        record = {
+            "machine": machine, "torch": torch.__version__, "world": world_size(config), "routing": options.routing, "load": asdict(given),
+            "peak_flops": peak, "phases": [asdict(f) for f in phases], "kernels": [asdict(k) for k in kernels],
+            "config": config.model_dump(mode="json", include={"model", "parallel", "trainer"}),
+        }  # fmt: skip
+        options.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
