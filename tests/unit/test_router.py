@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.tiny_model import TINY
 
 INF, NAN = float("inf"), float("nan")
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def random(*shape, seed, dtype=torch.float32):
@@ -37,10 +38,23 @@ BY_HAND = [  # logits, k, chosen
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("logits, k, chosen", BY_HAND)
-def test_ties_by_hand(logits, k, chosen, dtype):
-    assert choose(torch.tensor([logits], dtype=dtype), k) == [chosen]
+def test_ties_by_hand(logits, k, chosen, dtype, device):
+    assert choose(torch.tensor([logits], dtype=dtype, device=device), k) == [chosen]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_experts", [32, 128])
+def test_many_tokens_with_ties_in_every_row(num_experts, device):
+    """As in bfloat16 routers: few values, so that the k-th place is tied. A stable sort in float64 is the other way to the same choice."""
+    from megatron_gptoss.model.router import choose_experts
+
+    logits = random(5000, num_experts, seed=4).bfloat16().float().mul(4).round().div(4).to(device)
+    fourth = logits.sort(descending=True).values[:, 3:5]
+    assert (fourth[:, 0] == fourth[:, 1]).float().mean() > 0.2
+    assert torch.equal(choose_experts(logits, 4), choose_experts(logits.double(), 4))
 
 
 def test_a_tie_made_by_bfloat16_goes_to_the_lower_index():

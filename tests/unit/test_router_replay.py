@@ -100,13 +100,17 @@ def test_replay_gives_the_recorded_bits_under_noise_and_without_it_they_change(t
     assert torch.equal(routing.routes().experts_LTK, routes.experts_LTK)
 
 
-def test_ratio_is_one_with_replay_and_is_clipped_without(tiny):
+def test_an_on_policy_update_is_clipped_under_noise_and_is_the_policy_gradient_under_replay(tiny):
+    """Old log-probs are scored once, then the same weights are updated: by definition on-policy. A second forward pass that chooses other
+    experts has ratios away from 1 and loses tokens to the clip; with the scored routes the update is sum A dlogp, bit for bit."""
     from megatron_gptoss.logprob.reference import selected_logprob
     from megatron_gptoss.model.gpt_oss import packed_params
     from megatron_gptoss.model.replay import record, replay
+    from megatron_gptoss.rl.losses import ppo_loss
 
     model = tiny(noise_seed=5)
     tokens, positions, cu_seqlens = packed_batch(LENGTHS, MODEL.vocab_size, seed=0)
+    advantage_N = torch.randn(T - 1, generator=torch.Generator().manual_seed(2))
 
     def logp():
         return model(
@@ -114,15 +118,30 @@ def test_ratio_is_one_with_replay_and_is_clipped_without(tiny):
             position_ids=positions,
             packed_seq_params=packed_params(cu_seqlens, max(LENGTHS)),
             head=lambda hidden_TC, weight_VC: selected_logprob(hidden_TC[:-1], weight_VC, tokens[0, 1:])[0],
-        ).detach()
+        )
 
-    with record() as routing:
-        old = logp()
-    ratio = (logp() - old).exp()
-    assert ((ratio - 1).abs() > 0.2).float().mean() > 0.3, "an update with clip range 0.2 would drop these tokens"
+    def update(logp_N, old_N):
+        model.zero_grad()
+        found = ppo_loss(logp_N, old_N, advantage_N, torch.ones(T - 1), clip_low=0.2, clip_high=0.2)
+        found.loss_sum.backward()
+        return found, gradients(model)
+
+    with torch.no_grad(), record() as routing:
+        old_N = logp()
+    lost, without = update(logp(), old_N)
     with replay(routing.routes()):
-        ratio = (logp() - old).exp()
-    assert (ratio == 1).all()
+        now_N = logp()
+    kept, cured = update(now_N, old_N)
+
+    with replay(routing.routes()):
+        policy_gradient = -(advantage_N * logp()).sum()
+    model.zero_grad()
+    policy_gradient.backward()
+    exact = gradients(model)
+    assert lost.clipped_N.float().mean() > 0.2 and (lost.ratio_N - 1).abs().max() > 0.5
+    assert max(float((without[n] - exact[n]).norm() / exact[n].norm()) for n in exact) > 0.5
+    assert (kept.ratio_N == 1).all() and not kept.clipped_N.any()
+    assert same(cured, exact)
 
 
 def test_replaying_a_models_own_choice_changes_nothing(tiny):
