@@ -21,7 +21,6 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
     "trainer.optimizer_states": None,
     "trainer.optimizer_offload": None,
-    "trainer.experts": None,
     "trainer.transformer": None,
     "trainer.dispatcher": None,
     "cluster.share_gpus": None,

@@ -54,6 +54,8 @@ class GptOssMegatronConfig(TransformerConfig):
     max_position_embeddings: int = 131072
     # Read by SinkAttention, which ignores Megatron's own attention_backend.
     sink_attention: AttentionOptions = field(default_factory=AttentionOptions)
+    # Read by GroupedExperts; one of experts.BACKENDS.
+    expert_backend: str = "loop"
 
 
 def attention_options(trainer: TrainerConfig, diagnose: DiagnoseConfig) -> AttentionOptions:
@@ -76,11 +78,12 @@ def build_model(
     attention: AttentionOptions = AttentionOptions(),
     fault: str = "none",
     recompute: str = "none",
+    experts: str = "loop",
 ) -> GptOssModel:
-    """The layers of this rank, on its GPU or on the host. Raises ConfigError for a layout that does not fit the model, MachineError for an
-    attention backend that cannot run here."""
+    """The layers of this rank, on its GPU or on the host. Raises ConfigError for a layout that does not fit the model, MachineError for a
+    backend of attention or experts that cannot run here."""
     check_layout(model, shape)
-    config = megatron_config(model, shape, dtype=dtype, attention=attention, fault=fault, recompute=recompute)
+    config = megatron_config(model, shape, dtype=dtype, attention=attention, fault=fault, recompute=recompute, experts=experts)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layers = shape.layers_of_stages(model.num_hidden_layers)[groups.pp.rank()]
     built = GptOssModel(config, layer_spec(), Norm, model.vocab_size, groups, layers)
@@ -131,6 +134,7 @@ def megatron_config(
     attention: AttentionOptions = AttentionOptions(),
     fault: str = "none",
     recompute: str = "none",
+    experts: str = "loop",
 ) -> GptOssMegatronConfig:
     """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
     if fault not in FAULTS:
@@ -208,6 +212,7 @@ def megatron_config(
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
         sink_attention=attention,
+        expert_backend=experts,
     )
     # Set after Megatron's own checks, which allow uneven stages only in forms of its own. Nobody reads it but optional features.
     config.pipeline_model_parallel_size = shape.pipeline

@@ -72,6 +72,7 @@ class Trainer:
             attention=attention_options(trainer, diagnose),
             fault=fault,
             recompute=trainer.recompute,
+            experts=trainer.experts,
         )
         self.groups = self.module.pg_collection
         if diagnose.freeze_attention:
