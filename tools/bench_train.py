@@ -13,7 +13,9 @@ Routing: `balanced` overrules the choice of every router so that token t of a ra
 one further in each layer): every expert gets as many tokens as any other, up to one. Logits, probabilities and gradients are the router's
 own. `natural` leaves the choice to the random router.
 
-`--without-optimizer` builds none: one 140 GB GPU holds weights and gradients of the 20B, not the optimizer's 12 bytes a parameter.
+`--without-optimizer` builds none: one 140 GB GPU holds weights and float32 gradients of the 20B (126 GB), not the optimizer's 12 bytes a
+parameter. DDP then all-reduces gradients instead of scattering them, since for the latter Megatron copies all parameters while it builds.
+`--gradients bfloat16` keeps gradients in the parameters' dtype, as the plain yardstick does; training never does.
 
 Useful FLOPs a token, of which recomputation is no part: forward 2 for each parameter that multiplies it (attention's matrices, router, the
 K experts that it visits; the output head only for tokens that are predicted), and 4 H D for each pair of a query and a key that it sees, a
@@ -103,6 +105,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--microbatches", type=int, help="of an update on a rank; default: one for each pipeline stage")
     parser.add_argument("--routing", choices=("balanced", "natural"), default="balanced")
     parser.add_argument("--without-optimizer", action="store_true", help="time scoring, forward and backward only")
+    parser.add_argument("--gradients", choices=("float32", "bfloat16"), default="float32", help="bfloat16: only without the optimizer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="list the five longest kernels of forward + backward")
     parser.add_argument("--json", type=Path)
@@ -111,6 +114,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     for name in ("tokens", "sequence", "microbatches", "repeats"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1.")
+    if options.gradients == "bfloat16" and not (options.without_optimizer and config.trainer.dtype == "bfloat16"):
+        raise ConfigError('--gradients bfloat16 needs --without-optimizer and trainer.dtype = "bfloat16".')
     return options, config
 
 
@@ -138,7 +143,9 @@ def bench(options: argparse.Namespace, config: Config) -> int:
         given = load_of(options, config)
         with torch_threads(config.trainer.threads_per_rank):
             peak = measured_peak(config.trainer.dtype, on_gpu)
-            trainer = make_trainer(config, shape, with_optimizer=not options.without_optimizer)
+            trainer = make_trainer(
+                config, shape, with_optimizer=not options.without_optimizer, wide_gradients=options.gradients == "float32"
+            )
             phases, kernels = measure(trainer, config, given, options, peak)
         if rank == 0:
             report(config, given, options, peak, phases, kernels)
@@ -178,17 +185,21 @@ def join(config: Config, rank: int, on_gpu: bool) -> ParallelShape:
     return shape
 
 
-def make_trainer(config: Config, shape: ParallelShape, *, with_optimizer: bool) -> Trainer:
+def make_trainer(config: Config, shape: ParallelShape, *, with_optimizer: bool, wide_gradients: bool = True) -> Trainer:
     from megatron_gptoss.trainer import step
 
-    kept = step.make_optimizer, step.make_schedule
+    parts: Any = step
+    names = ("make_optimizer", "make_schedule", "DistributedDataParallelConfig")
+    kept = {name: getattr(step, name) for name in names}
     if not with_optimizer:
-        nothing: Any = lambda *_args, **_kwargs: _NoOptimizer()  # noqa: E731
-        step.make_optimizer = step.make_schedule = nothing
+        parts.make_optimizer = parts.make_schedule = lambda *_args, **_kwargs: _NoOptimizer()
+        plain = {"use_distributed_optimizer": False, "grad_reduce_in_fp32": wide_gradients}
+        parts.DistributedDataParallelConfig = lambda **fields: kept["DistributedDataParallelConfig"](**{**fields, **plain})
     try:
         trainer = step.Trainer(config.model, config.trainer, shape, config.rl, total_updates=1000)
     finally:
-        step.make_optimizer, step.make_schedule = kept
+        for name, part in kept.items():
+            setattr(parts, name, part)
     fill_with_random_weights(trainer, config.model)
     trainer.weights_changed()
     return trainer
@@ -418,7 +429,7 @@ def report(
     console.print(
         f"{given.microbatches} microbatches of {given.sequences} x {given.length:,} tokens a data-parallel rank; {t.dtype}, attention "
         f"{t.attention} / {t.backend_of_windowed_layers}, experts {t.experts}, log-probs {t.logprob}, recompute {t.recompute}, "
-        f"routing {options.routing}; matrix peak {peak / 1e12:.4g} TFLOP/s"
+        f"routing {options.routing}, gradients {options.gradients}; matrix peak {peak / 1e12:.4g} TFLOP/s"
     )
     table = Table("phase", "ms", "tokens/s", "TFLOP/s a GPU", "of peak", "peak GiB")
     for f in phases:
@@ -434,7 +445,8 @@ def report(
         console.print(table)
     if options.json:
         record = {
-            "machine": machine, "torch": torch.__version__, "world": world_size(config), "routing": options.routing, "load": asdict(given),
+            "machine": machine, "torch": torch.__version__, "world": world_size(config), "routing": options.routing,
+            "gradients": options.gradients, "with_optimizer": not options.without_optimizer, "load": asdict(given),
             "peak_flops": peak, "phases": [asdict(f) for f in phases], "kernels": [asdict(k) for k in kernels],
             "config": config.model_dump(mode="json", include={"model", "parallel", "trainer"}),
         }  # fmt: skip

@@ -69,7 +69,8 @@ def test_it_runs_on_a_cpu(bench, tmp_path, capsys):
     assert phases["forward + backward"]["share_of_peak"] == pytest.approx(done / found["peak_flops"])
     assert len(found["kernels"]) == 5
 
-    code = bench.main([str(ROOT / "configs" / "tiny.toml"), *sizes, "--routing", "natural", "--without-optimizer", "--json", str(written)])
+    half = ["--without-optimizer", "--gradients", "bfloat16", "--trainer.dtype=bfloat16"]
+    code = bench.main([str(ROOT / "configs" / "tiny.toml"), *sizes, "--routing", "natural", *half, "--json", str(written)])
     assert code == 0, capsys.readouterr().err
     assert [p["name"] for p in json.loads(written.read_text())["phases"]] == ["score", "forward + backward"]
 
@@ -89,8 +90,10 @@ def test_weights_are_random_and_the_same_every_time(bench, one_rank):
     assert len(set(drawn)) == len(drawn) > 10, "each parameter draws its own numbers"
 
 
-def test_a_wrong_number_of_processes_is_named(bench, capsys):
+def test_wrong_arguments_are_named(bench, capsys):
     assert bench.main([str(ROOT / "configs" / "20b.toml")]) == 2
     assert "1 processes were started, but parallel.tensor 1 x context 1 x pipeline 1 x data 4 = 4" in capsys.readouterr().err
     assert bench.main(["--tokens", "0"]) == 2
     assert "--tokens 0 must be at least 1" in capsys.readouterr().err
+    assert bench.main(["--gradients", "bfloat16"]) == 2
+    assert "needs --without-optimizer" in capsys.readouterr().err
