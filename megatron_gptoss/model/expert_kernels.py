@@ -31,19 +31,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Tile(NamedTuple):
-    """One kernel's shape: rows and columns that a program holds at once, and its warps."""
+    """One kernel's shape: rows and columns that a program holds at once, its warps, and how many column blocks are on their way at once
+    where a program walks over them."""
 
     rows: int
     columns: int
     warps: int
+    stages: int = 1
 
 
 # Not tuned yet: wide enough for whole cache lines, small enough for a few programs on a multiprocessor. tools/bench_experts.py times them.
 ACTIVATE = Tile(rows=16, columns=512, warps=8)
-ACTIVATE_BACKWARD = Tile(rows=64, columns=64, warps=8)
+ACTIVATE_BACKWARD = Tile(rows=64, columns=64, warps=8, stages=3)  # 121 registers: two programs on a multiprocessor
 ADD_BIAS = Tile(rows=16, columns=512, warps=8)
-BIAS_BACKWARD = Tile(rows=64, columns=64, warps=8)
-SUM_TILES = Tile(rows=16, columns=64, warps=4)
+BIAS_BACKWARD = Tile(rows=64, columns=64, warps=8, stages=3)
+SUM_TILES = Tile(rows=16, columns=64, warps=4, stages=3)
 MOVE_ROWS = Tile(rows=1, columns=1024, warps=4)
 
 
@@ -124,6 +126,7 @@ def _constants(x: Tensor, offs_E: Tensor, tile: Tile) -> dict[str, Any]:
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         ACC=_accumulator(x),
+        STAGES=tile.stages,
         num_warps=tile.warps,
     )
 
@@ -144,7 +147,7 @@ def _sum_tiles(sums: Tensor, offs_E: Tensor, tile: Tile, like: Tensor) -> Tensor
     out = torch.empty_like(like)
     grid = (E, triton.cdiv(width, SUM_TILES.columns))
     _sum_tiles_kernel[grid](sums, offs_E, out, WIDTH=width, STEP=SUM_TILES.rows,
-        **_constants(sums, offs_E, Tile(tile.rows, SUM_TILES.columns, SUM_TILES.warps)))  # fmt: skip
+        **_constants(sums, offs_E, SUM_TILES._replace(rows=tile.rows)))  # fmt: skip
     return out
 
 
@@ -191,6 +194,7 @@ def sigmoid(x):
 def _activate_kernel(
     H, BIAS, WEIGHT, OFFS, OUT,
     I: tl.constexpr, LIMIT: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     expert, first, stop = find_tile(OFFS, tl.program_id(0), E, E2, ROWS)
     if expert < E:
@@ -208,6 +212,7 @@ def _activate_kernel(
 def _activate_backward_kernel(
     DOUT, H, BIAS, WEIGHT, OFFS, OUT, DH, DWEIGHT, SUMS,
     I: tl.constexpr, LIMIT: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One pass over h and dout: everything that backward needs of them is made while they are in registers."""
     tile = tl.program_id(0)
@@ -216,7 +221,7 @@ def _activate_backward_kernel(
         row = first + tl.arange(0, ROWS)
         weight = tl.load(WEIGHT + row, mask=row < stop, other=0.0).to(ACC)
         dweight = tl.zeros([ROWS], dtype=ACC)
-        for c in tl.range(0, I, COLUMNS):
+        for c in tl.range(0, I, COLUMNS, num_stages=STAGES):
             column = c + tl.arange(0, COLUMNS)
             gate, up, there = gate_up(H, BIAS, expert, row, stop, column, LIMIT, I, ACC)
             place = row.to(tl.int64)[:, None] * I + column[None, :]
@@ -246,6 +251,7 @@ def _activate_backward_kernel(
 def _add_bias_kernel(
     Y, BIAS, WEIGHT, OFFS,
     C: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     expert, first, stop = find_tile(OFFS, tl.program_id(0), E, E2, ROWS)
     if expert < E:
@@ -263,6 +269,7 @@ def _add_bias_kernel(
 def _bias_backward_kernel(
     DY, BIAS, WEIGHT, OFFS, DWEIGHT, SUMS,
     C: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert, first, stop = find_tile(OFFS, tile, E, E2, ROWS)
@@ -270,7 +277,7 @@ def _bias_backward_kernel(
         row = first + tl.arange(0, ROWS)
         weight = tl.load(WEIGHT + row, mask=row < stop, other=0.0).to(ACC)
         dweight = tl.load(DWEIGHT + row, mask=row < stop, other=0.0).to(ACC)
-        for c in tl.range(0, C, COLUMNS):
+        for c in tl.range(0, C, COLUMNS, num_stages=STAGES):
             column = c + tl.arange(0, COLUMNS)
             there = (row < stop)[:, None] & (column < C)[None, :]
             dy = tl.load(DY + row.to(tl.int64)[:, None] * C + column[None, :], mask=there, other=0.0).to(ACC)
@@ -284,6 +291,7 @@ def _bias_backward_kernel(
 def _sum_tiles_kernel(
     SUMS, OFFS, OUT, WIDTH: tl.constexpr, STEP: tl.constexpr,
     E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     _, _, tiles, tiles_end = expert_tiles(OFFS, E, E2, ROWS)
@@ -292,7 +300,7 @@ def _sum_tiles_kernel(
     first = stop - tl.sum(tl.where(e == expert, tiles, 0), 0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], dtype=ACC)
-    for t in tl.range(first, stop, STEP):
+    for t in tl.range(first, stop, STEP, num_stages=STAGES):
         tile = t + tl.arange(0, STEP)
         there = (tile < stop)[:, None] & (column < WIDTH)[None, :]
         total += tl.sum(tl.load(SUMS + tile.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=there, other=0.0), 0)
