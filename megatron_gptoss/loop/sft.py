@@ -70,6 +70,7 @@ def train(session: Session, until: int) -> None:
             with session.clock("update"):
                 stats = session.world.update(batch, replace(how, label=f"sft-{step}"))
             session.note_skip(step, stats)
+            session.show_memory()
             tokens += stats.num_tokens
             losses.append(stats.loss)
             session.progress = replace(session.progress, step=step)

@@ -99,6 +99,7 @@ def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats:
     with session.clock("update"):
         stats = session.world.update(batch, how, old)
     session.note_skip(step, stats)
+    session.show_memory()
     return stats
 
 

@@ -23,7 +23,7 @@ from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
-from megatron_gptoss.types import MicroBatch, StepStats
+from megatron_gptoss.types import MicroBatch, PeakMemory, StepStats
 
 LOG_LINES = 12
 
@@ -142,6 +142,10 @@ class TrainingWorld:
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
         """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
         return self._all("measure", "measure", [(minibatch[d], how) for d in self._data])[0]
+
+    def peak_memory(self) -> list[PeakMemory | None]:
+        """What each rank's GPU held at most; None for ranks on a CPU."""
+        return self._same("measure memory", "peak_memory")
 
     def export_weights(self) -> ExportedWeights:
         return self._same("gather the weights", "export_weights")[0]

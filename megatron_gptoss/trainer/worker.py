@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.parallel.shape import ParallelShape
+from megatron_gptoss.types import PeakMemory
 
 if TYPE_CHECKING:
     import ray
@@ -155,6 +156,15 @@ class TrainerWorker:
 
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
         return self.trainer.measure(minibatch, how)
+
+    def peak_memory(self) -> PeakMemory | None:
+        """The most this rank's GPU held since it started; None on a CPU."""
+        import torch
+
+        if not self.settings.use_gpu:
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return PeakMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free)
 
     def export_weights(self) -> ExportedWeights | None:
         """Put the policy's weights into the object store. Collective; only rank 0 returns something."""

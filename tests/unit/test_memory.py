@@ -2,6 +2,8 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -228,3 +230,24 @@ def test_prediction_beside_measurement():
     rows = predicted_and_measured(memory, PeakMemory(memory.allocated, memory.reserved, round(memory.total / 0.95)))
     assert [value.endswith(percent) for (_, value), percent in zip(rows, ("+0.0 %", "+0.0 %", "-5.0 %"), strict=True)] == [True] * 3
     assert predicted_and_measured(memory, PeakMemory(0, 0, 0))[0][1].endswith("measured 0.0 MiB")
+
+
+def test_a_run_says_the_fullest_rank_beside_its_own_stage_and_only_once():
+    from megatron_gptoss.loop.session import Session
+
+    config = loaded("20b", "--parallel.pipeline=2", "--parallel.data=2", "--parallel.expert=2").config
+    peaks = [PeakMemory(1, 1, 1), PeakMemory(1, 1, 1), PeakMemory(5 * GIB, 6 * GIB, 7 * GIB), PeakMemory(2, 2, 2)]
+    said: list[tuple[str, list[tuple[str, str]]]] = []
+    session: Any = SimpleNamespace(
+        _memory_shown=False,
+        config=config,
+        plan=SimpleNamespace(device="cuda", world_size=4, pipeline_parallel=2),
+        world=SimpleNamespace(peak_memory=lambda: peaks),
+        console=SimpleNamespace(table=lambda title, rows: said.append((title, rows))),
+    )
+    for _ in range(2):
+        Session.show_memory(session)
+    assert said == [("memory of trainer rank 2", predicted_and_measured(trainer_memory(config)[1], peaks[2]))]
+    session._memory_shown, session.plan.device = False, "cpu"
+    Session.show_memory(session)
+    assert len(said) == 1
