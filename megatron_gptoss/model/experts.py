@@ -5,8 +5,8 @@ compute is in expert_reference.py and expert_grouped.py, who goes to them is the
 
 All experts of a rank are four parameters, as Megatron's grouped experts would have them, under one expert's names: `linear_fc1.weight`
 [E, 2I, C], `linear_fc1.bias` [E, 2I], `linear_fc2.weight` [E, C, I], `linear_fc2.bias` [E, C]. In distributed checkpoints they are the
-entries of Megatron's SequentialMLP and TEGroupedMLP, one tensor over layers and experts, so each loads the others' checkpoints, and any
-number of ranks may divide the experts.
+entries of Megatron's SequentialMLP and TEGroupedMLP, one tensor over layers and experts, so each loads the others' weights, and any number
+of ranks may divide the experts.
 
 Seen in megatron-core 0.19.2, and not met here because its expert matrices are not used (tests/unit/test_model_megatron_bugs.py fails when
 one of them is mended):
