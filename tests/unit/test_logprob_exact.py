@@ -33,7 +33,7 @@ def narrow(monkeypatch):
     if INTERPRETED:
         from megatron_gptoss.logprob import fused_kernels
 
-        monkeypatch.setattr(fused_kernels, "BLOCK", 64)
+        monkeypatch.setattr(fused_kernels, "BLOCK", 128)
 
 
 def inputs(n=N, vocabulary=V, spread=1.0, dtype=F64):
@@ -65,7 +65,7 @@ def assert_same_gradients(ours, theirs, leaves):
         torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7] if INTERPRETED else [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [5, 1024] if INTERPRETED else [1, 5, 13, 1024])
 def test_values_and_gradients_equal_the_formula_for_every_chunk(chunk, temperature):
     x = inputs()
@@ -83,8 +83,12 @@ def test_cut_by_tokens_by_vocabulary_or_by_both(chunk, fewest, shape, monkeypatc
     assert_same_gradients(run(*x, temperature=1.3, chunk=chunk), plain(*x, 1.3), x[:2])
 
 
-def test_targets_at_the_borders_of_tiles_and_blocks():
-    """13 tokens in a buffer of 4: columns are cut at 44 (300 - 2 * 128) and 172; blocks of 64 columns begin at each."""
+def test_targets_at_the_borders_of_tiles_and_blocks(monkeypatch):
+    """13 tokens in a buffer of 6: columns are cut at 44 (300 - 2 * 128) and 172; blocks of 64 columns begin at each."""
+    if INTERPRETED:
+        from megatron_gptoss.logprob import fused_kernels
+
+        monkeypatch.setattr(fused_kernels, "BLOCK", 64)
     target_N = torch.tensor([0, 43, 44, 45, 107, 108, 171, 172, 173, 235, 236, 298, 299])
     plan = tiles.plan_tiles(N, V, 6)
     assert [c.start for c in plan.columns] == [0, 44, 172]
@@ -145,6 +149,7 @@ def test_scoring_gives_the_bits_of_training_and_a_second_backward_those_of_the_f
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@only_outside
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_input_alone_may_be_trained(which):
     x = list(inputs())
@@ -228,6 +233,7 @@ def test_bfloat16_is_closer_to_float64_than_eager_bfloat16(spread):
         assert errors[0] <= (2.0 if INTERPRETED else 1.1) * errors[1], (name, errors)
 
 
+@only_outside
 @pytest.mark.parametrize(
     ("change", "message"),
     [
