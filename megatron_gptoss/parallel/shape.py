@@ -40,7 +40,8 @@ class ParallelShape:
     def layers_of_stages(self, num_layers: int) -> list[range]:
         """Global layer indices, from 0, of every pipeline stage. Raises ValueError when `stage_layers` does not fit.
 
-        Undivided, the first and the last stage get the fewest: they also hold the embedding and the output layer.
+        Without `stage_layers` (a run's plan always gives them) the first and the last stage get the fewest: they also hold the embedding
+        and the output layer.
         """
         counts = list(self.stage_layers)
         if not counts:

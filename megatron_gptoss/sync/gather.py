@@ -1,4 +1,4 @@
-"""Full Hugging Face tensors of the policy, gathered over expert-parallel ranks, bucket by bucket.
+"""Full Hugging Face tensors of the policy, gathered from the ranks that divide it, bucket by bucket.
 
 In: this rank's model. Out: buckets of (name, tensor) on every rank; only the lead rank hands them on. It does not send anything.
 """
@@ -17,7 +17,7 @@ BUCKET_BYTES = 512 * 2**20
 
 
 def gather_buckets(module: GptOssModel, model: ModelConfig, *, limit_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Buckets in the weight map's order. Collective: every rank of the expert-parallel group must exhaust it."""
+    """Buckets in the weight map's order. Collective: every rank must exhaust it."""
     width = next(module.parameters()).element_size()
     sizes = []
     for name, shape in hf_shapes(model).items():

@@ -41,6 +41,9 @@ class TrainingWorld:
         self.settings = settings
         self.timeout_s = settings.trainer.step_timeout_s
         environment = {"OMP_NUM_THREADS": str(settings.trainer.threads_per_rank)}
+        if settings.use_gpu and settings.shape.tensor > 1:
+            # Megatron starts a gather before the product that hides it; with one queue to the GPU they arrive in that order.
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if not settings.use_gpu:
             # Megatron's helpers are torch.compile functions; on a CPU they would start a C++ compiler and round differently.
             environment["TORCHDYNAMO_DISABLE"] = "1"
