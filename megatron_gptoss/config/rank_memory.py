@@ -254,7 +254,7 @@ def _pass(config: Config, stage: int) -> Iterable[MemoryPart]:
 
     if stage == parallel.pipeline - 1:
         vocabulary = model.vocab_size // parallel.tensor
-        logits = trainer.logprob_chunk * vocabulary
+        logits = min(trainer.logprob_chunk, f.t) * vocabulary
         yield MemoryPart("logits of a chunk", logits * f.b, "head")
         if trainer.logprob == "reference":
             yield MemoryPart("its float32 copies", 4 * logits * 4, "head")

@@ -231,6 +231,12 @@ def _attention_rules(loaded: Loaded) -> Iterator[str]:
     backends = {"trainer.attention": trainer.attention}
     if trainer.attention_windowed != "same":
         backends["trainer.attention_windowed"] = trainer.attention_windowed
+    windowed = list(backends)[-1]
+    if backends[windowed] == "te" and loaded.config.parallel.context > 1:
+        yield (
+            f"{show('parallel.context')} puts other ranks' keys in front of a window, which {show(windowed)} cannot compute. "
+            'Use trainer.attention_windowed = "triton" or "flash", or parallel.context = 1.'
+        )
     for key, backend in backends.items():
         if backend == "te" and trainer.deterministic_attention:
             yield (
@@ -269,11 +275,19 @@ def _cpu_rules(loaded: Loaded) -> Iterator[str]:
                 f"{show('trainer.optimizer_offload')} moves the optimizer from a GPU to the host, and {show('cluster.device')}, where all "
                 'of it is in host memory. Use trainer.optimizer_offload = 0.0, or cluster.device = "cuda".'
             )
-    elif trainer.dtype == "float32" and trainer.experts == "grouped":
-        yield (
-            f"{show('trainer.experts')} multiplies in 16 bits only, and {show('trainer.dtype')}. "
-            'Use trainer.experts = "loop", or trainer.dtype = "bfloat16".'
-        )
+    elif trainer.experts == "grouped":
+        if trainer.dtype == "float32":
+            yield (
+                f"{show('trainer.experts')} multiplies in 16 bits only, and {show('trainer.dtype')}. "
+                'Use trainer.experts = "loop", or trainer.dtype = "bfloat16".'
+            )
+        for key in ("model.hidden_size", "model.intermediate_size"):
+            if loaded.value(key) % 8:
+                around = f"{loaded.value(key) // 8 * 8 or 8}, {loaded.value(key) // 8 * 8 + 8}"
+                yield (
+                    f"{show(key)} is not a multiple of 8, and {show('trainer.experts')} needs rows of whole 16 bytes. "
+                    f'Use trainer.experts = "loop". Nearest working sizes: {around}.'
+                )
 
 
 def _other_rules(loaded: Loaded) -> Iterator[str]:

@@ -118,6 +118,8 @@ def test_checkpoints_that_a_disk_must_hold_worked_by_hand(steps, every, keep, co
 
 # ---- rules --------------------------------------------------------------------------------------------------------------------------
 
+GPU = ("--cluster.device=cuda", "--trainer.dtype=bfloat16")
+
 # Flags that break one rule, and the words the message must have. Keys that are named must be in the message too.
 RULES = [
     (["--rollout.group_size=7", "--rl.sequences_per_step=256"], "Nearest working sizes: 4, 8."),
@@ -142,6 +144,8 @@ RULES = [
     (["--trainer.dispatcher=deepep"], 'Use trainer.dispatcher = "alltoall", or cluster.device = "cuda".'),
     (["--trainer.optimizer_offload=0.5"], 'Use trainer.optimizer_offload = 0.0, or cluster.device = "cuda".'),
     (["--trainer.experts=grouped", "--cluster.device=cuda"], 'trainer.dtype = "bfloat16".'),
+    (["--parallel.context=2", "--trainer.attention=te", *GPU], 'Use trainer.attention_windowed = "triton" or "flash"'),
+    (["--model.hidden_size=2884", "--trainer.experts=grouped", *GPU], "Nearest working sizes: 2880, 2888."),
     (["--model.num_key_value_heads=7"], "Nearest working numbers: 4, 8."),
     (["--model.num_experts_per_tok=33"], "Use at most 32."),
     (["--model.head_dim=63"], "Nearest working sizes: 62, 64."),
