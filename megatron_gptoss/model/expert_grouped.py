@@ -47,6 +47,8 @@ def experts(
     x_NC: Tensor, weight_N: Tensor, offs_E: Tensor, w1_E2IC: Tensor, b1_E2I: Tensor, w2_ECI: Tensor, b2_EC: Tensor, limit: float
 ) -> Tensor:
     """expert_reference.experts, with offs_E (int32, the end of each expert's rows) on x's device instead of counts on the host."""
+    if not torch.is_grad_enabled():
+        return _forward(x_NC, weight_N, offs_E, w1_E2IC, b1_E2I, w2_ECI, b2_EC, limit)[0]
     return _Experts.apply(x_NC, weight_N, offs_E, w1_E2IC, b1_E2I, w2_ECI, b2_EC, limit)  # pyright: ignore[reportReturnType]
 
 
@@ -55,20 +57,28 @@ def grouped_mm(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor:
     return torch.nn.functional.grouped_mm(a, b, offs=offs_E)
 
 
+def _forward(
+    x: Tensor, weight: Tensor, offs: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float, keep_h: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(y, h). h is let go of before y is made, unless it is to be kept."""
+    from megatron_gptoss.model import expert_kernels as kernels
+
+    if len(x) == 0:
+        return x.new_empty(0, w2.shape[1]), x.new_empty(0, w1.shape[1])
+    h = grouped_mm(x.contiguous(), w1.mT, offs)
+    a = kernels.activate(h, b1, weight, offs, limit)
+    kept = h if keep_h else None
+    del h
+    return kernels.add_bias_(grouped_mm(a, w2.mT, offs), b2, weight, offs), kept
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, offs, w1, b1, w2, b2, limit):  # pyright: ignore[reportIncompatibleMethodOverride]
-        from megatron_gptoss.model import expert_kernels as kernels
-
+        y, h = _forward(x, weight, offs, w1, b1, w2, b2, limit, keep_h=True)
         ctx.limit = limit
-        if len(x) == 0:
-            ctx.save_for_backward(x, x.new_empty(0, w1.shape[1]), weight, offs, w1, b1, w2, b2)
-            return x.new_empty(0, w2.shape[1])
-        x = x.contiguous()
-        h = grouped_mm(x, w1.mT, offs)
-        y = grouped_mm(kernels.activate(h, b1, weight, offs, limit), w2.mT, offs)
         ctx.save_for_backward(x, h, weight, offs, w1, b1, w2, b2)
-        return kernels.add_bias_(y, b2, weight, offs)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -79,7 +89,7 @@ class _Experts(torch.autograd.Function):
         if len(x) == 0:
             zeros = (torch.zeros_like(p) for p in (w1, b1, w2, b2))
             return torch.zeros_like(x), torch.zeros_like(weight), None, *zeros, None
-        dy = dy.contiguous()
+        x, dy = x.contiguous(), dy.contiguous()
         out, dh, db1, dweight = kernels.activate_backward(grouped_mm(dy, w2, offs), h, b1, weight, offs, ctx.limit)
         db2 = kernels.bias_backward(dy, b2, weight, offs, dweight)
         dw2 = grouped_mm(dy.mT, out, offs)

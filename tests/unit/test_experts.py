@@ -184,6 +184,15 @@ def test_low_precision_errs_no_more_than_twice_the_loop_in_the_same_dtype(case, 
 
 
 @only_kernels
+def test_without_gradients_the_output_has_the_same_bits():
+    counts = [3, 0, 30]
+    leaves = inputs(counts, torch.bfloat16)
+    with torch.no_grad():
+        out = grouped(leaves, counts)
+    assert torch.equal(out, with_gradients(grouped, leaves, counts)["y"])
+
+
+@only_kernels
 def test_the_same_inputs_give_the_same_bits():
     counts = [20, 0, 70]
     leaves = inputs(counts, torch.bfloat16)
