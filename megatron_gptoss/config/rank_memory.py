@@ -194,12 +194,12 @@ def moe_kept(config: Config, f: Flow) -> int:
     """What the router and the experts keep beyond their input."""
     model = config.model
     hidden, wide, k = model.hidden_size, model.intermediate_size, model.num_experts_per_tok
-    router = f.n * (model.num_local_experts * (4 + 4 + 1) + k * (8 + 4))  # logits, weights of all experts, map; chosen ids and weights
+    router = f.n * (model.num_local_experts * 4 + k * (8 + 4))  # logits; chosen ids and their weights
     ids = f.rows_sent * 24  # a row's token and cell, a token's rows
     if config.trainer.experts == "grouped":
         experts = f.rows * ((hidden + 2 * wide) * f.b + 4)  # rows, their products before the bias, their weights
-    else:  # plain PyTorch keeps what its elementwise steps made: about two wide and four narrow tensors more
-        experts = f.rows * ((2 * hidden + 3 * 2 * wide + 4 * wide) * f.b + 4)
+    else:  # plain PyTorch keeps six tensors more that the steps of the activation made
+        experts = f.rows * ((hidden + 2 * wide + 6 * wide) * f.b + 4)
     return router + ids + experts
 
 

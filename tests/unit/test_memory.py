@@ -51,8 +51,8 @@ def test_a_small_model_worked_by_hand():
         + 256 * 4 * 4  # its log-sum-exp
         + 256 * 128 * 4  # the residual stream behind attention
     )
-    router = 256 * (4 * (4 + 4 + 1) + 2 * (8 + 4)) + 512 * 24  # 512 = 256 x top-2 rows
-    experts = 512 * ((2 * 128 + 3 * 2 * 64 + 4 * 64) * 4 + 4)  # a loop in plain PyTorch
+    router = 256 * (4 * 4 + 2 * (8 + 4)) + 512 * 24  # 512 = 256 x top-2 rows
+    experts = 512 * ((128 + 8 * 64) * 4 + 4)  # a loop in plain PyTorch
     assert found["one layer computed again"] == attention + 256 * 128 * 4 + router + experts
     assert found["experts' gradients"] == 512 * (2 * 128 + 2 * 64) * 4 + 4 * 3 * 128 * 64 * 4
     assert found["logits of a chunk"] == 256 * 512 * 4  # no more tokens than there are
@@ -83,7 +83,7 @@ def test_20b_on_two_gpus_worked_by_hand():
         + 16384 * (4096 * 2 + 64 * 4)  # output, log-sum-exp
         + 16384 * 5760  # residual
         + 16384 * 5760  # the experts' input
-        + 16384 * (32 * 9 + 4 * 12)  # router
+        + 16384 * (32 * 4 + 4 * 12)  # router
         + 16384 * 4 * 24  # who goes where
         + rows * ((2880 + 5760) * 2 + 4)  # rows, first product
     )
