@@ -34,6 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from rich.table import Table
 from megatron_gptoss.config.layout import layer_multiplications, stages, world_size
 from megatron_gptoss.config.load import load, parse_flags
 from megatron_gptoss.config.memory import count_parameters
+from megatron_gptoss.config.rules import not_built_yet
 from megatron_gptoss.config.schema import Config, ModelConfig
 from megatron_gptoss.errors import ConfigError, GptossError
 
@@ -90,6 +92,8 @@ class Kernel:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # "Apex is not installed" and the like, from every rank.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     try:
         options, config = parse(arguments)
         return bench(options, config)
@@ -110,7 +114,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--profile", action="store_true", help="list the five longest kernels of forward + backward")
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args(arguments)
-    config = load(*parse_flags(rest)).config
+    loaded = load(*parse_flags(rest))
+    # A figure must belong to what it is printed with. --parallel sizes that a run would refuse are the model's to refuse.
+    ignored = [line for line in not_built_yet(loaded) if line.startswith("trainer.")]
+    if ignored:
+        raise ConfigError("\n".join(ignored))
+    config = loaded.config
     for name in ("tokens", "sequence", "microbatches", "repeats"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1.")
