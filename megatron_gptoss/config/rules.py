@@ -121,6 +121,7 @@ def _division_rules(loaded: Loaded) -> Iterator[str]:
                 f"{show('parallel.tensor')} does not divide {show(key)}. {reason}. "
                 f"Nearest working sizes: {nearest(divisors(common), tensor)}."
             )
+            return  # the rest of this function would only say what follows from it
     budget = config.trainer.tokens_per_microbatch
     if budget % shared:
         around = f"{budget // shared * shared or shared}, {budget // shared * shared + shared}"
