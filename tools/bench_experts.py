@@ -288,7 +288,7 @@ def parts(data: Data) -> list[tuple[str, Callable[[], Any], int, str]]:
     offs, mm = data.offs_E, expert_grouped.grouped_mm
     h_N2I = mm(x_NC, w1.mT, offs)
     a_NI = kernels.activate(h_N2I, b1, weight_N, offs, LIMIT)
-    y_NC, dweight_N = mm(a_NI, w2.mT, offs), torch.zeros_like(weight_N)
+    y_NC, dweight_N, dw1 = mm(a_NI, w2.mT, offs), torch.zeros_like(weight_N), torch.zeros_like(w1)
     N, C, I, T, size = len(x_NC), x_NC.shape[1], a_NI.shape[1], len(data.x_TC), x_NC.element_size()
     one, two = 2 * N * C * I, 4 * N * C * I
     return [
@@ -302,6 +302,7 @@ def parts(data: Data) -> list[tuple[str, Callable[[], Any], int, str]]:
         ("activate_backward", lambda: kernels.activate_backward(a_NI, h_N2I, b1, weight_N, offs, LIMIT), 6 * N * I * size, "bytes"),
         ("add_bias_", lambda: kernels.add_bias_(y_NC, b2, weight_N, offs), 2 * N * C * size, "bytes"),
         ("bias_backward", lambda: kernels.bias_backward(dy_NC, b2, weight_N, offs, dweight_N), N * C * size, "bytes"),
+        ("zero_empty_", lambda: kernels.zero_empty_(dw1, offs), 0, "bytes"),
         ("gather_rows", lambda: kernels.gather_rows(data.x_TC.detach(), data.rows.token_N), (T + N) * C * size, "bytes"),
         ("sum_rows", lambda: kernels.sum_rows(y_NC, data.rows.row_TK), (T + N) * C * size, "bytes"),
         ("find_rows", lambda: find_rows(data.router_TE.detach() > 0, data.rows.row_TK.shape[1]), 0, "bytes"),

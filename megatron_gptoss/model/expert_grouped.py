@@ -31,6 +31,8 @@ def missing(device: torch.device, dtype: torch.dtype, hidden: int, width: int) -
 
     if device.type != "cuda" and not knobs.runtime.interpret:
         return f"its kernels run on a CUDA GPU, not on {device.type}; on a CPU use 'loop' (TRITON_INTERPRET=1 runs them there, for tests)"
+    if device.type == "cuda" and knobs.runtime.interpret:
+        return "TRITON_INTERPRET is set, and its kernels would be interpreted on the host, very slowly; unset it"
     if device.type == "cuda" and dtype != torch.bfloat16:
         return f"torch.nn.functional.grouped_mm is fast in bfloat16 only, and this model is {dtype}; use 'loop'"
     step = 16 // dtype.itemsize
@@ -53,7 +55,7 @@ def experts(
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor:
-    """[N, A] x [E, A, B] -> [N, B] by expert; [A, N] x [N, B] -> [E, A, B], summed over each expert's rows (zeros for none)."""
+    """[N, A] x [E, A, B] -> [N, B] by expert; [A, N] x [N, B] -> [E, A, B], summed over each expert's rows."""
     return torch.nn.functional.grouped_mm(a, b, offs=offs_E)
 
 
@@ -92,7 +94,8 @@ class _Experts(torch.autograd.Function):
         x, dy = x.contiguous(), dy.contiguous()
         out, dh, db1, dweight = kernels.activate_backward(grouped_mm(dy, w2, offs), h, b1, weight, offs, ctx.limit)
         db2 = kernels.bias_backward(dy, b2, weight, offs, dweight)
-        dw2 = grouped_mm(dy.mT, out, offs)
+        # Zeroed, since grouped_mm leaves an expert without rows what was in memory, on some GPUs (Blackwell: pytorch issue 172439).
+        dw2 = kernels.zero_empty_(grouped_mm(dy.mT, out, offs), offs)
         del out
-        dw1 = grouped_mm(dh.mT, x, offs)
+        dw1 = kernels.zero_empty_(grouped_mm(dh.mT, x, offs), offs)
         return grouped_mm(dh, w1, offs), dweight, None, dw1, db1, dw2, db2, None

@@ -47,6 +47,7 @@ ADD_BIAS = Tile(rows=16, columns=512, warps=8)
 BIAS_BACKWARD = Tile(rows=64, columns=64, warps=8, stages=3)
 SUM_TILES = Tile(rows=16, columns=64, warps=4, stages=3)
 MOVE_ROWS = Tile(rows=1, columns=1024, warps=4)
+ZERO_CHUNK = 65536  # elements of a program, almost all of which have nothing to do
 
 
 def activate(h_N2I: Tensor, bias_E2I: Tensor, weight_N: Tensor, offs_E: Tensor, limit: float) -> Tensor:
@@ -94,6 +95,13 @@ def bias_backward(dy_NC: Tensor, bias_EC: Tensor, weight_N: Tensor, offs_E: Tens
     if N:
         _bias_backward_kernel[(sums.shape[0],)](dy_NC, bias_EC, weight_N, offs_E, dweight_N, sums, C=C, **_constants(dy_NC, offs_E, tile))
     return _sum_tiles(sums, offs_E, tile, bias_EC)
+
+
+def zero_empty_(dw: Tensor, offs_E: Tensor) -> Tensor:
+    """Zero the slices [E, ...] of experts without rows, in place; the others are not touched, nor read."""
+    E, size = dw.shape[0], dw[0].numel()
+    _zero_empty_kernel[(E, triton.cdiv(size, ZERO_CHUNK))](dw, offs_E, SIZE=size, CHUNK=ZERO_CHUNK, BLOCK=1024, num_warps=4)
+    return dw
 
 
 def gather_rows(x_TC: Tensor, token_N: Tensor) -> Tensor:
@@ -305,6 +313,16 @@ def _sum_tiles_kernel(
         there = (tile < stop)[:, None] & (column < WIDTH)[None, :]
         total += tl.sum(tl.load(SUMS + tile.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=there, other=0.0), 0)
     tl.store(OUT + expert * WIDTH + column, total.to(OUT.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _zero_empty_kernel(X, OFFS, SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    begin = tl.load(OFFS + expert - 1, mask=expert > 0, other=0)
+    if tl.load(OFFS + expert) == begin:
+        for i in tl.range(0, CHUNK, BLOCK):
+            place = tl.program_id(1) * CHUNK + i + tl.arange(0, BLOCK)
+            tl.store(X + expert.to(tl.int64) * SIZE + place, tl.zeros([BLOCK], dtype=X.dtype.element_ty), mask=place < SIZE)
 
 
 @triton.jit

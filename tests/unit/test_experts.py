@@ -146,6 +146,22 @@ def test_outputs_and_gradients_of_the_kernels_equal_the_loop(case, products_in_f
 
 
 @only_kernels
+def test_experts_without_rows_have_no_gradient_whatever_the_product_leaves_there(monkeypatch):
+    def leaving_garbage(a, b, offs):
+        out = looped_mm(a, b, offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(expert_grouped, "grouped_mm", leaving_garbage)
+    counts = [0, 5, 0, 2, 0]
+    leaves = inputs(counts)
+    ours, exact = with_gradients(grouped, leaves, counts), with_gradients(loop, leaves, counts)
+    for name in exact:
+        assert_same(ours[name], exact[name], name)
+
+
+@only_kernels
 def test_gradients_at_the_clamps_are_those_of_torch_clamp():
     """Just inside, at, and just outside both limits, of both halves; and far out, where the sigmoid under- and overflows."""
     from megatron_gptoss.model import expert_kernels
@@ -318,6 +334,7 @@ def test_gradient_of_the_weights_is_written_where_they_came_from():
         ("cpu", torch.float32, (64, 64), "on a CPU use 'loop'"),
         ("cuda", torch.float32, (64, 64), "fast in bfloat16 only"),
         ("cuda", torch.bfloat16, (2880, 2881), "multiples of 8"),
+        ("meta", torch.bfloat16, (64, 64), "run on a CUDA GPU, not on meta"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason(device, dtype, sizes, words):
