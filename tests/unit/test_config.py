@@ -174,7 +174,7 @@ def test_explain_says_value_and_who_set_it():
         explain(loaded, "rl.clip_hig")
 
 
-@pytest.mark.parametrize("name", ["tiny", "demo", "20b", "120b"])
+@pytest.mark.parametrize("name", ["tiny", "demo", "20b", "120b", "scaled"])
 def test_a_shipped_file_holds_only_what_differs_from_the_defaults(name):
     loaded = load([CONFIGS / f"{name}.toml"])
     same = [k for k, origin in loaded.origins.items() if origin != DEFAULT and loaded.value(k) == FIELDS[k].default]

@@ -86,7 +86,7 @@ def test_deterministic_engines_decode_one_conversation_at_a_time():
     assert plan("--rollout.deterministic=true").engine_max_running == 1
 
 
-@pytest.mark.parametrize("files", ["tiny demo", "tiny gsm8k", "tiny demo deterministic", "20b", "120b", "20b gsm8k"])
+@pytest.mark.parametrize("files", ["tiny demo", "tiny gsm8k", "tiny demo deterministic", "tiny demo scaled", "20b", "120b", "20b gsm8k"])
 def test_shipped_files_plan(files):
     plan(*(str(CONFIGS / f"{name}.toml") for name in files.split()))
 
