@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = {"device": machine, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
     console.print(table(rows))
-    wrong = [row for row in rows if row.implementation in OURS and max(row.errors.values(), default=0.0) > WRONG]
+    wrong = [row for row in rows if row.implementation in OURS and (row.note.startswith("failed") or not is_right(row.errors))]
     return 1 if wrong else 0
 
 
@@ -215,7 +215,7 @@ def measure(name: str, problem: Problem, options: argparse.Namespace, checked: d
             checked[kind] = check(name, problem)
         row.errors = checked[kind]
         worst = max(row.errors, key=lambda which: row.errors[which])
-        if row.errors[worst] > WRONG:
+        if not is_right(row.errors):
             row.note = f"WRONG: {worst} is off by {row.errors[worst]:.1e}"
             return row
         data = make_data(problem)
@@ -245,9 +245,14 @@ def make_data(problem: Problem) -> Data:
     return Data(q, k, v, sinks, normal(problem.H), cu_seqlens)
 
 
+def is_right(errors: dict[str, float]) -> bool:
+    return all(error <= WRONG for error in errors.values())  # NaN is not
+
+
 def check(name: str, problem: Problem) -> dict[str, float]:
-    """Relative errors of output and gradients against the float64 reference, on few tokens."""
-    tokens = 1024 if problem.device == "cuda" else 64
+    """Relative errors of output and gradients against the float64 reference, on few tokens; enough of them that our windowed kernels do
+    several tiles in a row, as in what is timed."""
+    tokens = 4300 if problem.device == "cuda" else 64
     bounds = (0, tokens // 4, tokens // 4 + 1, tokens) if problem.is_packed else (0, tokens)
     small = Problem("check", bounds, problem.window, problem.H, problem.K, problem.D, problem.dtype, problem.device)
     data = make_data(small)

@@ -25,11 +25,22 @@ BACKENDS = ("reference", "triton", "flash", "te")
 
 @dataclass(frozen=True)
 class Backend:
-    """Two raw passes, neither of them seen by autograd; signatures and meaning as in reference.py."""
+    """Two raw passes, neither of them seen by autograd; signatures and meaning as in reference.py.
+
+    They choose their own precision: torch.autocast, which would compute the reference's products in 16 bits, is off inside.
+    """
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    raw_forward: Callable[..., tuple[Tensor, Tensor]]
+    raw_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+    def forward(self, q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q_THD.device.type, enabled=False):
+            return self.raw_forward(q_THD, *rest)
+
+    def backward(self, dout_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        with torch.autocast(dout_THD.device.type, enabled=False):
+            return self.raw_backward(dout_THD, *rest)
 
 
 def attend(
@@ -46,7 +57,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention inside each packed sequence, with one sink logit per query head.
 
-    cu_seqlens: integers [S+1] from 0 to T, not decreasing; None: all of T is one sequence.
+    cu_seqlens: integers [S+1] from 0 to T, not decreasing; None: all of T is one sequence. Read once for each tensor: change it in place
+    only by torch's own operations, which mark it as changed.
     window: visible keys, the token itself included (GPT-OSS: 128); None: all earlier ones.
     sink_H: one logit per query head in any float type; None: no sink. Query head h reads kv head h // (H / K).
     scale: factor on q.k, default 1/sqrt(D).
@@ -57,11 +69,7 @@ def attend(
 
     Raises ValueError for arguments that break a rule, MachineError for a backend that this machine cannot run. Inputs are never written.
     """
-    check_arguments(q_THD, k_TKD, v_TKD, sink_H, window)
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale = {scale}; it must be positive")
-    if k_TKD.shape[0] != q_THD.shape[0]:
-        raise ValueError(f"k_TKD has {k_TKD.shape[0]} tokens and q_THD {q_THD.shape[0]}; they must have the same T")
+    check_arguments(q_THD, k_TKD, v_TKD, sink_H, window, scale)
     layout = self_attention_layout(cu_seqlens, q_THD.shape[0], q_THD.device)
     chosen = find_backend(backend, q_THD, deterministic=deterministic)
     return attend_layout(q_THD, k_TKD, v_TKD, sink_H, layout, window=window, scale=scale, backend=chosen, deterministic=deterministic)
@@ -80,8 +88,7 @@ def attend_layout(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`attend` for any Layout, arguments already checked: what context.py calls with a halo's keys in front."""
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    window = None if window is None or not layout.causal else min(window, 1 << 30)  # kernels count keys in 32 bits
+    sink_H, window, scale = usual_arguments(q_THD, sink_H, window, scale)
     return _Attend.apply(q_THD, k_UKD, v_UKD, sink_H, layout, window, scale, backend, deterministic)  # pyright: ignore[reportReturnType]
 
 
@@ -132,20 +139,33 @@ class _Attend(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def check_arguments(q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, sink_H: Tensor | None, window: int | None) -> None:
+def usual_arguments(
+    q_THD: Tensor, sink_H: Tensor | None, window: int | None, scale: float | None
+) -> tuple[Tensor | None, int | None, float]:
+    """Sinks side by side in memory, a window that 32 bits hold, and a scale: what raw passes may count on."""
+    return (
+        None if sink_H is None else sink_H.contiguous(),
+        None if window is None else min(window, 1 << 30),
+        q_THD.shape[-1] ** -0.5 if scale is None else scale,
+    )
+
+
+def check_arguments(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sink_H: Tensor | None, window: int | None, scale: float | None) -> None:
     """Raises ValueError in one line that names the argument and the rule it breaks."""
-    for name, x in (("q_THD", q_THD), ("k_TKD", k_UKD), ("v_TKD", v_UKD)):
+    for name, x in (("q_THD", q_THD), ("k_TKD", k_TKD), ("v_TKD", v_TKD)):
         if x.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [tokens, heads, head dim]")
         if x.dtype != q_THD.dtype or not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype} and q_THD {q_THD.dtype}; q, k and v must share one float type")
         if x.device != q_THD.device:
             raise ValueError(f"{name} is on {x.device} and q_THD on {q_THD.device}; they must be on one device")
-    if v_UKD.shape != k_UKD.shape:
-        raise ValueError(f"v_TKD has shape {tuple(v_UKD.shape)} and k_TKD {tuple(k_UKD.shape)}; they must be the same")
-    if k_UKD.shape[2] != q_THD.shape[2]:
-        raise ValueError(f"k_TKD has head dim {k_UKD.shape[2]} and q_THD {q_THD.shape[2]}; they must be the same")
-    H, K = q_THD.shape[1], k_UKD.shape[1]
+    if v_TKD.shape != k_TKD.shape:
+        raise ValueError(f"v_TKD has shape {tuple(v_TKD.shape)} and k_TKD {tuple(k_TKD.shape)}; they must be the same")
+    if k_TKD.shape[0] != q_THD.shape[0]:
+        raise ValueError(f"k_TKD has {k_TKD.shape[0]} tokens and q_THD {q_THD.shape[0]}; they must have the same T")
+    if k_TKD.shape[2] != q_THD.shape[2]:
+        raise ValueError(f"k_TKD has head dim {k_TKD.shape[2]} and q_THD {q_THD.shape[2]}; they must be the same")
+    H, K = q_THD.shape[1], k_TKD.shape[1]
     if K == 0 or H % K:
         raise ValueError(f"q_THD has {H} heads and k_TKD {K}; the query heads must be a multiple of the kv heads")
     if sink_H is not None:
@@ -153,5 +173,7 @@ def check_arguments(q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, sink_H: Tensor 
             raise ValueError(f"sink_H has shape {tuple(sink_H.shape)}; it must be [query heads] = ({H},)")
         if not sink_H.is_floating_point() or sink_H.device != q_THD.device:
             raise ValueError(f"sink_H is {sink_H.dtype} on {sink_H.device}; it must be a float type on q_THD's device {q_THD.device}")
-    if window is not None and window < 1:
-        raise ValueError(f"window = {window}; it counts the token itself, so it must be at least 1")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window = {window}; it counts keys, the token itself included, so it must be a whole number of at least 1")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale = {scale}; it must be positive")

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatron_gptoss.attention.api import Backend, attend, check_arguments, find_backend
+from megatron_gptoss.attention.api import Backend, attend, check_arguments, find_backend, usual_arguments
 from megatron_gptoss.attention.layout import Layout, self_attention_layout
 
 METHODS = ("halo", "ulysses", "ring")
@@ -69,9 +69,7 @@ def attend_context(
 
     Raises ValueError for arguments that break a rule, before anything is sent, and MachineError for a backend that cannot run here.
     """
-    check_arguments(q_THD, k_TKD, v_TKD, sink_H, window)
-    if k_TKD.shape[0] != q_THD.shape[0]:
-        raise ValueError(f"k_TKD has {k_TKD.shape[0]} tokens and q_THD {q_THD.shape[0]}; they must have the same T")
+    check_arguments(q_THD, k_TKD, v_TKD, sink_H, window, scale)
     size, rank = group.size(), group.rank()
     num_heads, num_kv_heads = q_THD.shape[1], k_TKD.shape[1]
     if method is None:
@@ -85,7 +83,8 @@ def attend_context(
         raise ValueError(f"backend = 'te' cannot put other ranks' keys in front, as method = {method!r} does; use 'triton' or 'flash'")
     stream = _stream_layout(cu_seqlens, q_THD, rank, size)
     chosen = find_backend(backend, q_THD, deterministic=deterministic)
-    how = _How(group, window, q_THD.shape[-1] ** -0.5 if scale is None else scale, chosen, deterministic)
+    sink_H, window, scale = usual_arguments(q_THD, sink_H, window, scale)
+    how = _How(group, window, scale, chosen, deterministic)
     _introduce(group, q_THD.device)
     if method == "ulysses":
         return _Ulysses.apply(q_THD, k_TKD, v_TKD, sink_H, stream, how)  # pyright: ignore[reportReturnType]

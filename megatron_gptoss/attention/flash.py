@@ -106,8 +106,8 @@ def missing(device: torch.device, dtype: torch.dtype, head_dim: int, determinist
         return f"it needs compute capability 9.0 (Hopper) or 10.x (Blackwell), not {capability[0]}.{capability[1]}; 'triton' runs there"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}; 'triton' and 'reference' take that"
-    if head_dim % 8 or not 8 <= head_dim <= 128:
-        return f"head dim {head_dim} is not a multiple of 8 up to 128; 'reference' takes any"
+    if head_dim not in (16, 32, 64, 128):
+        return f"head dim {head_dim} is not 16, 32, 64 or 128; 'reference' takes any"
     return _import_fault()
 
 

@@ -102,7 +102,7 @@ def self_attention_layout(cu_seqlens: Tensor | None, T: int, device: torch.devic
     if cu_seqlens is None:
         return _one_sequence(T, device)
     known = _layouts.get(cu_seqlens)
-    if known is not None and known[0] == (cu_seqlens._version, T, device):
+    if known is not None and known[0] == (version_of(cu_seqlens), T, device):
         return known[1]
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be integers of shape [sequences + 1], not {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
@@ -113,8 +113,13 @@ def self_attention_layout(cu_seqlens: Tensor | None, T: int, device: torch.devic
         if end < begin:
             raise ValueError(f"cu_seqlens decreases at place {place + 1}: {begin} -> {end}; sequence bounds must not decrease")
     layout = Layout(bounds, device=device)
-    _layouts[cu_seqlens] = ((cu_seqlens._version, T, device), layout)
+    _layouts[cu_seqlens] = ((version_of(cu_seqlens), T, device), layout)
     return layout
+
+
+def version_of(x: Tensor) -> int | None:
+    """Changes when torch writes into x. Tensors of torch.inference_mode do not count theirs."""
+    return None if x.is_inference() else x._version
 
 
 _layouts: WeakIdKeyDictionary = WeakIdKeyDictionary()

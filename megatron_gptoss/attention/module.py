@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_gptoss.attention.api import attend, find_backend
+from megatron_gptoss.attention.layout import version_of
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -95,6 +97,8 @@ class SinkAttention(MegatronModule):
         find_backend(
             self.backend, torch.empty(0, num_heads, head_dim, dtype=config.params_dtype, device=device), deterministic=self.deterministic
         )
+        if self.backend == "te" and config.softmax_type != "vanilla":  # training packs
+            import_module("megatron_gptoss.attention.te").refuse_packed_sinks()
         self._make_sinks(num_heads, device)
         self.register_load_state_dict_pre_hook(_drop_extra_state)
 
@@ -271,17 +275,18 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or a is b:
         return a is b
     known = _known_equal.get(a)
-    if known is not None and known[0]() is b and known[1] == (a._version, b._version):
+    if known is not None and known[0]() is b and known[1] == (version_of(a), version_of(b)):
         return True
     if not torch.equal(a, b):
         return False
-    _known_equal[a] = (weakref.ref(b), (a._version, b._version))
+    _known_equal[a] = (weakref.ref(b), (version_of(a), version_of(b)))
     return True
 
 
 @lru_cache(maxsize=8)  # one tensor for all layers of a step: the layout that api.py makes of it lives as long as it does
 def _equal_sequences(s: int, b: int, device: torch.device) -> Tensor:
-    return s * torch.arange(b + 1, dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # it outlives the call, and training may meet it next
+        return s * torch.arange(b + 1, dtype=torch.int32, device=device)
 
 
 def _drop_extra_state(_module: Any, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:

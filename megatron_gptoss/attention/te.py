@@ -33,9 +33,8 @@ def forward(
         raise ValueError(
             "attention backend 'te' does plain self-attention only; 'triton' and 'flash' take the layouts of context parallelism"
         )
-    cudnn = torch.backends.cudnn.version() or 0
-    if len(layout.bounds) > 2 and sink_H is not None and cudnn < CUDNN_FOR_PACKED_SINKS:
-        raise MachineError(f"attention backend 'te' needs cuDNN 9.26 for packed sequences with sinks, not {cudnn}; use 'triton' or 'flash'")
+    if len(layout.bounds) > 2 and sink_H is not None:
+        refuse_packed_sinks()
     if q_THD.shape[0] == 0:
         return torch.zeros_like(q_THD), torch.zeros(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
     batch, arguments, options, format = _calling_convention(layout, sink_H, window, scale)
@@ -52,6 +51,13 @@ def forward(
     H = q_THD.shape[1]
     lse_TH = stats.view(H, -1).T if format == "bshd" else stats.view(-1, H)  # [1, H, T, 1], packed [T, H, 1]
     return out.view(q_THD.shape), lse_TH
+
+
+def refuse_packed_sinks() -> None:
+    """Raises MachineError where this machine's cuDNN has no backward for packed sequences with a sink."""
+    cudnn = torch.backends.cudnn.version() or 0
+    if cudnn < CUDNN_FOR_PACKED_SINKS:
+        raise MachineError(f"attention backend 'te' needs cuDNN 9.26 for packed sequences with sinks, not {cudnn}; use 'triton' or 'flash'")
 
 
 def backward(

@@ -19,6 +19,8 @@ def missing(device: torch.device, dtype: torch.dtype, head_dim: int, determinist
         return "the package triton is not installed; it comes with torch for CUDA (pip install triton==3.6.0)"
     from triton import knobs
 
+    if device.type == "cuda" and knobs.runtime.interpret:
+        return "TRITON_INTERPRET is set, and its kernels would be interpreted on the host, very slowly; unset it"
     if device.type != "cuda":
         if knobs.runtime.interpret:
             _mend_interpreter()

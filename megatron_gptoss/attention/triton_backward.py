@@ -83,7 +83,8 @@ def backward(
     strides = dict(k_sh=k_UKD.stride(1), v_sh=v_UKD.stride(1))
     start_T = None if layout.is_plain else layout.start_T
 
-    tile = QUERIES_WINDOW if one_shot else QUERIES_FULL
+    row_bytes = q_THD.shape[2] * q_THD.element_size()
+    tile = (QUERIES_WINDOW if one_shot else QUERIES_FULL).fit(row_bytes)
     positions = max(tile.rows // shape["G2"], 1)
     run = tile.run_for(triton.cdiv(T, positions) * K) if one_shot else 1
     num_tiles = triton.cdiv(T, positions * run) * run
@@ -119,7 +120,7 @@ def backward(
     else:
         _dq_kernel[num_tiles, K](**arguments, BN=tile.keys)
 
-    tile = KEYS_WINDOW if one_shot else KEYS_FULL
+    tile = (KEYS_WINDOW if one_shot else KEYS_FULL).fit(row_bytes)
     _dkv_kernel[triton.cdiv(U, tile.keys), K](
         Q=key_tiles(q_THD, tile.rows),
         DOUT=key_tiles(dout_THD, tile.rows),

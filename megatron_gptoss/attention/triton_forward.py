@@ -53,6 +53,14 @@ class Tile(NamedTuple):
     run: int = 1
     registers: int | None = None
 
+    def fit(self, row_bytes: int) -> Tile:
+        """This tile, or a smaller one when a row of q has more bytes than head_dim 64 in 16 bits: shared memory holds 227 KiB."""
+        if row_bytes <= 128:
+            return self
+        if row_bytes <= 256:  # float32 at 64, 16 bits at 128: no second tile under way
+            return self if self.run == 1 else self._replace(run=1, stages=1)
+        return self._replace(rows=min(self.rows, 32), keys=min(self.keys, 32), stages=1, run=1)
+
     def run_for(self, tiles: int) -> int:
         """`run`, or less where so few tiles would leave multiprocessors without a program."""
         run = self.run
@@ -85,7 +93,7 @@ def forward(
         return out_THD.zero_(), lse_HT.T
 
     one_shot = window is not None and window <= ONE_SHOT_WINDOW and layout.causal
-    tile = FORWARD_WINDOW if one_shot else FORWARD_FULL
+    tile = (FORWARD_WINDOW if one_shot else FORWARD_FULL).fit(q_THD.shape[2] * q_THD.element_size())
     shape = shape_arguments(H, k_UKD, layout, window, scale)
     positions = max(tile.rows // shape["G2"], 1)
     num_tiles = triton.cdiv(T, positions)
@@ -117,10 +125,10 @@ def forward(
 
 
 def aligned(x_THD: Tensor) -> Tensor:
-    """x, or a copy of it when its strides do not suit the tensor memory accelerator: 16 bytes or a multiple, the last one 1."""
-    size = x_THD.element_size()
-    fits = x_THD.stride(-1) == 1 and x_THD.stride(0) * size % 16 == 0 and x_THD.stride(1) * size % 16 == 0 and x_THD.data_ptr() % 16 == 0
-    return x_THD if fits else x_THD.contiguous()
+    """x, or a copy of it when it does not suit the tensor memory accelerator: strides of 16 bytes or a multiple, the last one 1."""
+    strides = [stride * x_THD.element_size() for stride in x_THD.stride()[:2]]
+    fits = x_THD.stride(-1) == 1 and all(b > 0 and b % 16 == 0 for b in strides) and x_THD.data_ptr() % 16 == 0
+    return x_THD if fits else x_THD.clone(memory_format=torch.contiguous_format)
 
 
 def padded_rows(H: int, T: int, dtype: torch.dtype, device: torch.device) -> Tensor:

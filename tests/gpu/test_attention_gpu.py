@@ -79,6 +79,12 @@ CASES = [
     Case("ring_chunk", (0, 300), offset=211, causal=False),
     Case("shorter_ring_chunk", (0, 300), offset=-123, causal=False, flash=False),
     Case("strong_scores", (0, 512), size=3.0),
+    # long enough that one program does several tiles, the last ones past the end
+    Case("window_128_long", (0, 4300), 128, H=64, K=8),
+    Case("window_128_long_packed", (0, 1000, 1001, 2500, 4300), 128, H=64, K=8, flash=False),
+    Case("head_dim_128_one_head_per_kv_long", (0, 4300), 128, H=8, K=8, D=128, flash=False),
+    Case("head_dim_32", (0, 600), 128, D=32, flash=False),
+    Case("head_dim_16", (0, 600), D=16, flash=False),
 ]
 BY_NAME = {case.name: case for case in CASES}
 

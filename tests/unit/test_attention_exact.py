@@ -306,6 +306,72 @@ def test_deterministic_twice():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("layout", ["dense", "packed", "halo"])
+def test_several_tiles_in_a_row_are_the_same_tiles(layout, monkeypatch):
+    """On a long stream one program of a windowed kernel does up to 16 tiles, the last ones perhaps past the end."""
+    if not INTERPRETED:
+        pytest.skip("the Triton kernels' matter")
+    from megatron_gptoss.attention import triton_forward
+
+    layout = LAYOUTS[layout]
+    q, k, v, sink = inputs(layout.num_queries, layout.num_keys)
+    dout, dlse = cotangents(q)
+    one_by_one = run(q, k, v, sink, layout, 128)
+    expected = gradients(one_by_one, dout, dlse, (q, k, v, sink))
+    monkeypatch.setattr(triton_forward, "ENOUGH_PROGRAMS", 1)
+    assert triton_forward.FORWARD_WINDOW.run_for(8) > 1
+    in_a_row = run(q, k, v, sink, layout, 128)
+    for actual, wanted in zip(in_a_row, one_by_one, strict=True):
+        assert torch.equal(actual, wanted)
+    for actual, wanted in zip(gradients(in_a_row, dout, dlse, (q, k, v)), expected[:3], strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_need_not_lie_side_by_side(window):
+    q, k, v, sink = inputs(60)
+    layout = Layout((0, 20, 60))
+    strided = torch.stack([sink.detach(), torch.full_like(sink, 99.0)], 1)[:, 0].requires_grad_()
+    dout, dlse = cotangents(q)
+    outputs, expected = run(q, k, v, strided, layout, window), run(q, k, v, sink, layout, window)
+    for actual, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    assert torch.equal(gradients(outputs, dout, dlse, (strided,))[0], gradients(expected, dout, dlse, (sink,))[0])
+
+
+def test_autocast_changes_nothing():
+    q, k, v, sink = inputs(60, dtype=torch.float32)
+    layout, (dout, dlse) = Layout((0, 20, 60)), (x.float() for x in cotangents(inputs(60)[0]))
+    plain = run(q, k, v, sink, layout, 16)
+    expected = [*plain, *gradients(plain, dout, dlse, (q, k, v, sink))]
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = run(q, k, v, sink, layout, 16)
+        found = [*outputs, *gradients(outputs, dout, dlse, (q, k, v, sink))]
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual.dtype == torch.float32 and torch.equal(actual, wanted)
+
+
+def test_inference_mode():
+    """Its tensors count no versions; a call there must not spoil a later one outside."""
+    q, k, v, sink = (x.detach() for x in inputs(20))
+    cu_seqlens = torch.tensor([0, 7, 20])
+    expected = attend(q, k, v, sink, cu_seqlens=cu_seqlens, window=5, backend=BACKEND)
+    with torch.inference_mode():
+        inside = attend(q, k, v, sink, cu_seqlens=torch.tensor([0, 7, 20]), window=5, backend=BACKEND)
+    for actual, wanted in zip(inside, expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_cotangents_of_any_strides():
+    """The gradient of a sum over heads is expanded: its head stride is 0."""
+    q, k, v, sink = inputs(40)
+    layout = Layout((0, 40))
+    out_THD, _ = run(q, k, v, sink, layout, 16)
+    expected = torch.autograd.grad(out_THD, (q, k, v, sink), torch.ones_like(out_THD), retain_graph=True)
+    for actual, wanted in zip(torch.autograd.grad(out_THD.sum(1).sum(), (q, k, v, sink)), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
 @only_outside
 def test_every_law_holds_for_the_triton_kernels_in_their_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
