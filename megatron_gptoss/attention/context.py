@@ -213,13 +213,13 @@ class _How:
     backend: Backend
     deterministic: bool
 
-    def forward(self, *tensors: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
-        """tensors: q, k, v, sink."""
-        return self.backend.forward(*tensors, layout, self.window, self.scale)
+    def forward(self, q_THD: Tensor, *tensors: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+        """tensors: k, v, sink."""
+        return self.backend.forward(q_THD, *tensors, layout, self.window, self.scale)
 
-    def backward(self, *tensors: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """tensors: dout, dlse, q, k, v, sink, out, lse."""
-        return self.backend.backward(*tensors, layout, self.window, self.scale, self.deterministic)
+    def backward(self, dout_THD: Tensor, *tensors: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """tensors: dlse, q, k, v, sink, out, lse."""
+        return self.backend.backward(dout_THD, *tensors, layout, self.window, self.scale, self.deterministic)
 
 
 @dataclass(frozen=True)
