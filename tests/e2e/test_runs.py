@@ -168,7 +168,7 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_with_its_name_and_log(wa
 def test_a_full_disk_ends_the_run_and_the_last_checkpoint_is_whole(warm, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(disk)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=13m", "tmpfs", str(disk)], check=True)
     try:
         flags = ["--sft.steps=30", "--sft.save_every=10", "--sft.min_copy_probability=0.0", "--sft.sequences_per_step=4"]
         done = gptoss("sft", *CONFIGS, *flags, f"--run.dir={disk}", "--run.name=full", "--run.id=0", cwd=tmp_path)
