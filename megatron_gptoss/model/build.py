@@ -175,7 +175,7 @@ def megatron_config(
         activation_func=quick_gelu,
         glu_linear_offset=1.0,
         activation_func_clamp_value=model.swiglu_limit,
-        bias_activation_fusion=False,  # with SequentialMLP the fused form clamps before it adds the bias
+        bias_activation_fusion=False,  # our experts do it themselves; Megatron's fused form clamps before it adds the bias
         bias_dropout_fusion=False,
         # router: softmax over the chosen experts' logits, in fp32, no balancing loss
         num_moe_experts=model.num_local_experts,

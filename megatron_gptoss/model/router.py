@@ -120,7 +120,7 @@ class GptOssRouter(Router):
         return logits_TE, experts_TK, softmax_of_chosen(logits_TE, experts_TK)
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("GptOssRouter routes in forward")
+        raise NotImplementedError("GptOssRouter routes in forward")  # the base class is abstract without it
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states [s, b, C] -> probabilities float32 [T, E] and map bool [T, E], T = s b. The mask is for balancing losses only."""
