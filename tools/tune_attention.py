@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time tile shapes of our Triton attention kernels on this GPU, to choose the constants in triton_forward.py and triton_backward.py.
 
-    python tools/tune_attention.py [--tokens 32768] [--only forward_window ...] [--json FILE]
+    python tools/tune_attention.py [--tokens 32768] [--packed] [--only forward_window ...] [--json FILE]
 
 Each kernel is timed alone on random bfloat16 data, 64 query and 8 kv heads, head_dim 64, causal. Variants are compiled side by side first
 (one process a variant, on few tokens), then timed one after the other: median of 10 times 4 launches between CUDA events. `regs` and
@@ -60,7 +60,16 @@ def variants(kernel: str) -> list[tuple]:
     if kernel == "forward_full":
         shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3)]
     elif kernel == "dq_full":
-        shapes = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3)]
+        shapes = [
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (64, 64, 4, 4),
+            (64, 128, 4, 2),
+            (64, 128, 4, 3),
+            (128, 64, 8, 2),
+            (128, 64, 8, 3),
+            (128, 64, 4, 3),
+        ]
     else:
         shapes = [(64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3), (128, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2)]
     return [(*shape, 1, None) for shape in shapes]
@@ -76,13 +85,15 @@ KERNELS = {
 }
 
 
-def inputs(T: int):
+def inputs(T: int, packed: bool):
     from megatron_gptoss.attention.layout import Layout
+    from tools.bench_attention import packed_lengths
 
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(T, n, D, device="cuda", dtype=torch.bfloat16) for n in (H, K, K, H))
     sink = torch.linspace(-6, 6, H, device="cuda")
-    return q, k, v, dout, sink, Layout((0, T), device=q.device)
+    lengths = packed_lengths(T, 2000) if packed else [T]
+    return q, k, v, dout, sink, Layout((0, *itertools.accumulate(lengths)), device=q.device)
 
 
 def set_tile(kernel: str, variant: tuple) -> None:
@@ -92,11 +103,11 @@ def set_tile(kernel: str, variant: tuple) -> None:
     setattr(importlib.import_module(f"megatron_gptoss.attention.{module}"), name, Tile(*variant))
 
 
-def capture(kernel: str, T: int):
+def capture(kernel: str, T: int, packed: bool):
     """A function that launches only this kernel, and the compiled kernel."""
     from megatron_gptoss.attention import triton_backward, triton_forward
 
-    q, k, v, dout, sink, layout = inputs(T)
+    q, k, v, dout, sink, layout = inputs(T, packed)
     window = WINDOW if SPACES[kernel][2] else None
     module = triton_forward if kernel.startswith("forward") else triton_backward
     function = getattr(module, KERNELS[kernel])
@@ -124,14 +135,14 @@ def capture(kernel: str, T: int):
     return launches[0]
 
 
-def compile_one(job: tuple[str, tuple]) -> str | None:
-    kernel, variant = job
+def compile_one(job: tuple[str, tuple, bool]) -> str | None:
+    kernel, variant, packed = job
     module, name, _ = SPACES[kernel]
     tiles = importlib.import_module(f"megatron_gptoss.attention.{module}")
     usual = getattr(tiles, name)
     try:
         set_tile(kernel, variant)
-        capture(kernel, 512)
+        capture(kernel, 4096, packed)
         return None
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
@@ -157,11 +168,12 @@ def median_ms(launch, repeats: int = 10) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time tile shapes of our Triton attention kernels.")
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--packed", action="store_true", help="sequences of 2,000 tokens on average instead of one")
     parser.add_argument("--only", nargs="*", default=list(SPACES))
     parser.add_argument("--json")
     parser.add_argument("--show", type=int, default=6, help="variants shown for each kernel")
     arguments = parser.parse_args()
-    jobs = [(kernel, variant) for kernel in arguments.only for variant in variants(kernel)]
+    jobs = [(kernel, variant, arguments.packed) for kernel in arguments.only for variant in variants(kernel)]
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
         failures = dict(zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True))
 
@@ -169,12 +181,12 @@ def main() -> None:
     for kernel in arguments.only:
         rows = []
         for variant in variants(kernel):
-            if failures[kernel, variant]:
-                rows.append((float("inf"), variant, failures[kernel, variant]))
+            if failures[kernel, variant, arguments.packed]:
+                rows.append((float("inf"), variant, failures[kernel, variant, arguments.packed]))
                 continue
             set_tile(kernel, variant)
             try:
-                launch, compiled = capture(kernel, arguments.tokens)
+                launch, compiled = capture(kernel, arguments.tokens, arguments.packed)
                 rows.append(
                     (median_ms(launch), variant, f"regs {compiled.n_regs} spills {compiled.n_spills} smem {compiled.metadata.shared}")
                 )
@@ -182,7 +194,7 @@ def main() -> None:
                 rows.append((float("inf"), variant, f"{type(error).__name__}: {error}"[:100]))
         rows.sort(key=lambda row: row[0])
         results += [{"kernel": kernel, "ms": ms, "tile": variant, "note": note} for ms, variant, note in rows]
-        print(f"{kernel}  T={arguments.tokens}  (rows, keys, warps, stages, run, registers)")
+        print(f"{kernel}  T={arguments.tokens}{' packed' if arguments.packed else ''}  (rows, keys, warps, stages, run, registers)")
         for ms, variant, note in rows[: arguments.show]:
             print(f"  {ms:8.3f} ms  {variant}  {note}")
         broken = [row for row in rows if row[0] == float("inf")]

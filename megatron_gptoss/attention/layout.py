@@ -8,6 +8,7 @@ Shape legend: T packed queries, U packed keys (U = T in plain self-attention), S
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +34,7 @@ class Layout:
     first_key: int = 0
     causal: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _tables: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
@@ -85,13 +87,29 @@ class Layout:
         sequence_T = torch.searchsorted(self.cu_queries_S1[1:], queries_T, right=True)
         return self.cu_keys_S1[sequence_T].contiguous()
 
-    @cached_property
-    def stop_U(self) -> Tensor:
-        """int32 [U]: one past the last query of the key's own sequence; 0 for keys that belong to nobody. Never decreases."""
-        keys_U = torch.arange(self.num_keys, dtype=torch.int32, device=self.device)
-        sequence_U = torch.searchsorted(self.cu_keys_S1[1:], keys_U, right=True).clamp_(max=len(self.bounds) - 2)
-        stop_U = self.cu_queries_S1[1:][sequence_U]
-        return torch.where(keys_U < self.first_key, 0, stop_U).to(torch.int32).contiguous()
+    def query_tiles(self, size: int) -> Tensor:
+        """int32 [tiles, 3]: first query, one past the last query, first key of their sequence. Every query is in one tile, of at most
+        `size` of one sequence. Those with the most keys come first: a long one at the end would leave a GPU waiting for it."""
+        if ("queries", size) not in self._tables:
+            tiles = _cut(zip(pairwise(self.bounds), self.key_bounds[:-1], strict=True), size)
+            self._tables["queries", size] = self._table(sorted(tiles, key=lambda tile: tile[2] - tile[0]))
+        return self._tables["queries", size]
+
+    def key_tiles(self, size: int) -> Tensor:
+        """int32 [tiles, 3]: first key, one past the last key, one past the last query of their sequence (0: they belong to nobody). Every
+        key is in one tile; those with the most queries come first."""
+        if ("keys", size) not in self._tables:
+            tiles = _cut([((0, self.first_key), 0), *zip(pairwise(self.key_bounds), self.bounds[1:], strict=True)], size)
+            self._tables["keys", size] = self._table(sorted(tiles, key=lambda tile: tile[0] - tile[2]))
+        return self._tables["keys", size]
+
+    def _table(self, rows: list[tuple[int, int, int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=self.device).view(-1, 3)
+
+
+def _cut(sequences: Iterable[tuple[tuple[int, int], int]], size: int) -> list[tuple[int, int, int]]:
+    """Each ((begin, end), other) in pieces of at most `size`: (begin, end, other)."""
+    return [(i, min(i + size, end), other) for (begin, end), other in sequences for i in range(begin, end, size)]
 
 
 def self_attention_layout(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Layout:

@@ -36,6 +36,7 @@ from megatron_gptoss.attention.triton_forward import (
     key_tiles,
     one_shot_keys,
     padded_rows,
+    query_tile,
     row_interval,
     row_positions,
     row_start,
@@ -81,13 +82,14 @@ def backward(
     one_shot = window is not None and window <= ONE_SHOT_WINDOW and layout.causal
     shape = shape_arguments(H, k_UKD, layout, window, scale)
     strides = dict(k_sh=k_UKD.stride(1), v_sh=v_UKD.stride(1))
-    start_T = None if layout.is_plain else layout.start_T
 
     row_bytes = q_THD.shape[2] * q_THD.element_size()
     tile = (QUERIES_WINDOW if one_shot else QUERIES_FULL).fit(row_bytes)
     positions = max(tile.rows // shape["G2"], 1)
     run = tile.run_for(triton.cdiv(T, positions) * K) if one_shot else 1
-    num_tiles = triton.cdiv(T, positions * run) * run
+    packed = not layout.is_plain
+    tiles_N3 = layout.query_tiles(positions) if packed and not one_shot else None
+    num_tiles = triton.cdiv(T, positions * run) * run if tiles_N3 is None else len(tiles_N3)
     half, near = one_shot_keys(window, positions) if one_shot else (tile.keys, tile.keys)
     partial_NH = None if sink_H is None else torch.empty(num_tiles, H, dtype=lse_HT.dtype, device=lse_HT.device)
     q_rows, dout_rows, out_rows = (row_tiles(x, positions, shape["G2"]) for x in (q_THD, dout_THD, out_THD))
@@ -101,7 +103,6 @@ def backward(
         lse_sh=lse_HT.stride(0),
         DLSE=dlse_HT,
         SINK=sink_H,
-        START=start_T,
         DQ=dq_THD,
         DELTA=delta_HT,
         delta_sh=delta_HT.stride(0),
@@ -115,13 +116,21 @@ def backward(
     )
     if one_shot:
         _dq_window_kernel[num_tiles // run, K](
-            **arguments, K_NEAR=key_tiles(k_UKD, near), V_NEAR=key_tiles(v_UKD, near), HALF=half, NEAR=near, RUN=run, STAGES=tile.stages
+            **arguments,
+            START=layout.start_T if packed else None,
+            K_NEAR=key_tiles(k_UKD, near),
+            V_NEAR=key_tiles(v_UKD, near),
+            HALF=half,
+            NEAR=near,
+            RUN=run,
+            STAGES=tile.stages,
         )
     else:
-        _dq_kernel[num_tiles, K](**arguments, BN=tile.keys)
+        _dq_kernel[num_tiles, K](**arguments, TILES=tiles_N3, BN=tile.keys)
 
     tile = (KEYS_WINDOW if one_shot else KEYS_FULL).fit(row_bytes)
-    _dkv_kernel[triton.cdiv(U, tile.keys), K](
+    tiles_N3 = layout.key_tiles(tile.keys) if packed else None
+    _dkv_kernel[triton.cdiv(U, tile.keys) if tiles_N3 is None else len(tiles_N3), K](
         Q=key_tiles(q_THD, tile.rows),
         DOUT=key_tiles(dout_THD, tile.rows),
         K=key_tiles(k_UKD, tile.keys),
@@ -130,8 +139,7 @@ def backward(
         DELTA=_vector(delta_HT, tile.rows),
         lse_sh=lse_HT.stride(0),
         delta_sh=delta_HT.stride(0),
-        START=start_T,
-        STOP=None if layout.is_plain else layout.stop_U,
+        TILES=tiles_N3,
         DK=dk_UKD,
         DV=dv_UKD,
         q_sh=q_THD.stride(1),
@@ -193,7 +201,7 @@ def _dq_kernel(
     lse_sh,
     DLSE,
     SINK,
-    START,
+    TILES,
     DQ,
     DELTA,
     delta_sh,
@@ -214,10 +222,9 @@ def _dq_kernel(
     PACKED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest tiles first
-    p0 = tile * BP
+    p0, stop, start = query_tile(TILES, T, BP, PACKED)
     kv = tl.program_id(1)
-    position, head, exists = row_positions(p0, T, kv, G, G2, BP)
+    position, head, exists = row_positions(p0, stop, kv, G, G2, BP)
     sink = _load_sinks(SINK, kv, G, G2, BP, HAS_SINK, ACC)
     q, dout, lse, delta = _start(
         Q,
@@ -230,7 +237,8 @@ def _dq_kernel(
         DELTA,
         delta_sh,
         DSINK,
-        tile,
+        p0,
+        tl.program_id(0),
         kv,
         position,
         head,
@@ -246,13 +254,12 @@ def _dq_kernel(
         ACC,
     )
     dq = tl.zeros([BP * G2, D], dtype=ACC)
-    begin, end, whole, whole_end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP)
+    begin, end, whole, whole_end = tile_range(p0, stop, start, T, U, WINDOW, CAUSAL, BP)
     for n in tl.range(begin, end, BN):
         key, weight, dweight = _weights(n, q, dout, lse, K, V, kv * k_sh, kv * v_sh, SCALE, ACC)
         if (n < whole) | (n + BN > whole_end):
             first, more = row_interval(position, T, U, WINDOW, CAUSAL)
             weight = hide(weight, 0.0, n, first, more, BN, BN)
-            weight = hide_strangers(weight, 0.0, n, row_start(START, position, T, PACKED), BN)
         dscore = weight * (dweight - delta[:, None])
         dq = tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
     store_rows(DQ, dq * SCALE, position, head, exists, H, D)
@@ -316,6 +323,7 @@ def _dq_window_kernel(
             DELTA,
             delta_sh,
             DSINK,
+            p0,
             tile,
             kv,
             position,
@@ -375,6 +383,7 @@ def _start(
     DELTA,
     delta_sh,
     DSINK,
+    p0,
     tile,
     kv,
     position,
@@ -391,9 +400,9 @@ def _start(
     ACC: tl.constexpr,
 ):
     """The tile's q, dO, base-2 log-sum-exp and delta; stores delta for the other kernel and the tile's share of dsink."""
-    q = tl.reshape(Q.load([tile * BP, kv * G, 0]), [BP * G2, D])
-    dout = tl.reshape(DOUT.load([tile * BP, kv * G, 0]), [BP * G2, D])
-    out = tl.reshape(OUT.load([tile * BP, kv * G, 0]), [BP * G2, D])
+    q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
+    dout = tl.reshape(DOUT.load([p0, kv * G, 0]), [BP * G2, D])
+    out = tl.reshape(OUT.load([p0, kv * G, 0]), [BP * G2, D])
     lse = tl.load(LSE + head * lse_sh + position, mask=exists, other=float("inf"))
     delta = tl.sum(dout.to(ACC) * out.to(ACC), 1)
     if HAS_DLSE:
@@ -427,8 +436,7 @@ def _dkv_kernel(
     lse_sh,
     DELTA,
     delta_sh,
-    START,
-    STOP,
+    TILES,
     DK,
     DV,
     q_sh,
@@ -452,9 +460,17 @@ def _dkv_kernel(
     STAGES: tl.constexpr,
 ):
     """Scores are held transposed, [BN, BP], so that the weights are the left factor of both products."""
-    n = tl.program_id(0) * BN  # the first keys are seen by the most queries: the longest tiles first
+    if PACKED:
+        tile = TILES + 3 * tl.program_id(0)
+        n = tl.load(tile)
+        key_stop = tl.load(tile + 1)
+        stop = tl.load(tile + 2)
+    else:
+        n = tl.program_id(0) * BN  # the first keys are seen by the most queries: the longest tiles first
+        key_stop = U
+        stop = T
     kv = tl.program_id(1)
-    last = tl.minimum(n + BN, U) - 1
+    last = tl.minimum(n + BN, key_stop) - 1
     keys = n + tl.arange(0, BN)
     key = K.load([n, kv * k_sh])
     value = V.load([n, kv * v_sh])
@@ -464,8 +480,8 @@ def _dkv_kernel(
     # Queries begin..end see some of these keys; those in middle..edge see all of them.
     begin = 0
     middle = 0
-    end = tl.load(STOP + last) if PACKED else T
-    edge = tl.load(STOP + n) if PACKED else T
+    end = stop
+    edge = stop
     if CAUSAL:
         begin = tl.maximum(n - (U - T), 0) // 8 * 8  # vectors are read from multiples of 16 bytes
         middle = tl.maximum(last - (U - T), 0)
@@ -484,9 +500,7 @@ def _dkv_kernel(
         if (p < middle) | (p + BP > edge):
             position = p + tl.arange(0, BP)
             first, more = row_interval(position, T, U, WINDOW, CAUSAL)
-            seen = is_visible(first[None, :], more[None, :], keys[:, None]) & (position < T)[None, :]
-            if PACKED:
-                seen = seen & (keys[:, None] >= row_start(START, position, T, PACKED)[None, :])
+            seen = is_visible(first[None, :], more[None, :], keys[:, None]) & (position < stop)[None, :]
             weight = tl.where(seen, weight, 0.0)
         dv = tl.dot(weight.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=ACC)
         dweight = tl.dot(value, tl.trans(dout), input_precision="ieee", out_dtype=ACC)
@@ -494,8 +508,8 @@ def _dkv_kernel(
         dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
 
     head = keys * 0 + kv
-    store_rows(DK, dk * SCALE, keys, head, keys < U, KV, D)
-    store_rows(DV, dv, keys, head, keys < U, KV, D)
+    store_rows(DK, dk * SCALE, keys, head, keys < key_stop, KV, D)
+    store_rows(DV, dv, keys, head, keys < key_stop, KV, D)
 
 
 @triton.jit

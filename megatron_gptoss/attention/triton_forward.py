@@ -8,7 +8,8 @@ of two). All its rows read the same keys, so each key is loaded once for all hea
 positions' worth of keys are computed in vain instead of 128.
 
 What a row may see is one interval of keys, whatever the mix of causality, window, packing and halo (layout.py). A tile walks from its first
-row's first key to its last row's last key and masks only key tiles that some row does not see whole.
+row's first key to its last row's last key and masks only key tiles that some row does not see whole. In a packed batch the tiles of full
+layers come from a table: each within one sequence, the longest walks first.
 
 The sink is the softmax's initial state (highest score = sink, total = 1), so it costs nothing and a row without keys comes out right.
 
@@ -98,6 +99,7 @@ def forward(
     positions = max(tile.rows // shape["G2"], 1)
     num_tiles = triton.cdiv(T, positions)
     half, near = one_shot_keys(window, positions) if one_shot else (tile.keys, tile.keys)
+    packed = not layout.is_plain
     arguments = dict(
         Q=row_tiles(q_THD, positions, shape["G2"]),
         K=key_tiles(k_UKD, half),
@@ -105,7 +107,6 @@ def forward(
         k_sh=k_UKD.stride(1),
         v_sh=v_UKD.stride(1),
         SINK=sink_H,
-        START=None if layout.is_plain else layout.start_T,
         OUT=out_THD,
         LSE=lse_HT,
         lse_sh=lse_HT.stride(0),
@@ -117,10 +118,18 @@ def forward(
     if one_shot:
         run = tile.run_for(num_tiles * K)
         _forward_window_kernel[triton.cdiv(num_tiles, run), K](
-            **arguments, K_NEAR=key_tiles(k_UKD, near), V_NEAR=key_tiles(v_UKD, near), HALF=half, NEAR=near, RUN=run, STAGES=tile.stages
+            **arguments,
+            START=layout.start_T if packed else None,
+            K_NEAR=key_tiles(k_UKD, near),
+            V_NEAR=key_tiles(v_UKD, near),
+            HALF=half,
+            NEAR=near,
+            RUN=run,
+            STAGES=tile.stages,
         )
     else:
-        _forward_kernel[num_tiles, K](**arguments, BN=tile.keys)
+        tiles_N3 = layout.query_tiles(positions) if packed else None
+        _forward_kernel[num_tiles if tiles_N3 is None else len(tiles_N3), K](**arguments, TILES=tiles_N3, BN=tile.keys)
     return out_THD, lse_HT.T
 
 
@@ -173,11 +182,11 @@ def one_shot_keys(window: int | None, positions: int) -> tuple[int, int]:
 
 
 @triton.jit
-def row_positions(p0, T, kv, G: tl.constexpr, G2: tl.constexpr, BP: tl.constexpr):
-    """Row r of a tile: its position in the packed stream, its query head, and whether it exists."""
+def row_positions(p0, stop, kv, G: tl.constexpr, G2: tl.constexpr, BP: tl.constexpr):
+    """Row r of a tile: its position in the packed stream, its query head, and whether it is the tile's to compute."""
     row = tl.arange(0, BP * G2)
     position = p0 + row // G2
-    return position, kv * G + row % G2, (position < T) & (row % G2 < G)
+    return position, kv * G + row % G2, (position < stop) & (row % G2 < G)
 
 
 @triton.jit
@@ -226,11 +235,26 @@ def has_strangers(key, p0, START, T, PACKED: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def tile_range(p0, START, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, BP: tl.constexpr):
-    """Keys that a tile of positions walks over: begin..end; those in whole..whole_end are seen by all its rows."""
-    last = tl.minimum(p0 + BP, T) - 1
-    begin = tl.load(START + p0) if PACKED else 0
-    whole = tl.load(START + last) if PACKED else 0
+def query_tile(TILES, T, BP: tl.constexpr, PACKED: tl.constexpr):
+    """This program's queries p0..stop, and the first key of their sequence; the longest walks first."""
+    if PACKED:
+        tile = TILES + 3 * tl.program_id(0)
+        p0 = tl.load(tile)
+        stop = tl.load(tile + 1)
+        start = tl.load(tile + 2)
+    else:
+        p0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BP
+        stop = T
+        start = 0
+    return p0, stop, start
+
+
+@triton.jit
+def tile_range(p0, stop, start, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, BP: tl.constexpr):
+    """Keys that a tile of queries walks over: begin..end; those in whole..whole_end are seen by all its rows."""
+    last = tl.minimum(p0 + BP, stop) - 1
+    begin = start
+    whole = start
     end = last + (U - T) + 1 if CAUSAL else U
     whole_end = p0 + (U - T) + 1 if CAUSAL else U
     if WINDOW > 0:
@@ -247,7 +271,7 @@ def _forward_kernel(
     k_sh,
     v_sh,
     SINK,
-    START,
+    TILES,
     OUT,
     LSE,
     lse_sh,
@@ -266,13 +290,13 @@ def _forward_kernel(
     PACKED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    p0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BP  # the longest tiles first
+    p0, stop, start = query_tile(TILES, T, BP, PACKED)
     kv = tl.program_id(1)
-    position, head, exists = row_positions(p0, T, kv, G, G2, BP)
+    position, head, exists = row_positions(p0, stop, kv, G, G2, BP)
     q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
     highest, total = _sink_state(SINK, kv, G, G2, BP, HAS_SINK, ACC)
     out = tl.zeros([BP * G2, D], dtype=ACC)
-    begin, end, whole, whole_end = tile_range(p0, START, T, U, WINDOW, CAUSAL, PACKED, BP)
+    begin, end, whole, whole_end = tile_range(p0, stop, start, T, U, WINDOW, CAUSAL, BP)
     for n in tl.range(begin, end, BN):
         key = K.load([n, kv * k_sh])
         # Scores are in base 2: exp2 is one instruction.
@@ -280,7 +304,6 @@ def _forward_kernel(
         if (n < whole) | (n + BN > whole_end):
             first, more = row_interval(position, T, U, WINDOW, CAUSAL)
             score = hide(score, float("-inf"), n, first, more, BN, BN)
-            score = hide_strangers(score, float("-inf"), n, row_start(START, position, T, PACKED), BN)
         new_highest = tl.maximum(highest, tl.max(score, 1) * (SCALE * LOG2E))
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weight = tl.exp2(score * (SCALE * LOG2E) - finite[:, None])
