@@ -1,9 +1,10 @@
 """Hugging Face tensors <-> Megatron parameters: one table, read in both directions.
 
 In: a model on this rank and full Hugging Face tensors (or the other way round). Out: filled parameters (or full tensors,
-gathered over tensor-, expert- and pipeline-parallel ranks).
+gathered over tensor-, expert- and pipeline-parallel ranks). The table also names each tensor in Megatron's distributed checkpoints, in
+OpenAI's own layout, and says which are published as MXFP4: convert.py has no names of its own.
 Nothing is guessed from shapes: GPT-OSS's expert matrices are square, so a forgotten transpose would pass every shape check.
-It reads and writes no files (hf_files.py) and knows no quantised formats.
+It reads and writes no files (hf_files.py), and what MXFP4 is stands in mxfp4.py.
 
 Shape legend: L layers, C hidden size, I expert width, E experts, K kv heads, G query heads per kv head, H = K * G query heads, D head dim,
 V vocabulary.
@@ -36,6 +37,18 @@ class Row:
     to_hf: Callable[[ModelConfig, Tensor], tuple[Tensor, ...]]  # its inverse
     tensor_axis: int | None = None  # axis of the Megatron tensor that tensor-parallel ranks divide; None: each has all of it
     per_expert: bool = False  # experts are divided over expert-parallel ranks, and whole there: no tensor_axis
+    openai: str = ""  # OpenAI's own name; the Hugging Face tensors lie in it one after another along the first axis
+    packed: bool = False  # published as MXFP4: name + "_blocks" and "_scales", of each expert's matrix transposed, blocks along its rows
+    key: str = ""  # in distributed checkpoints; empty: `megatron` without the layer's number
+
+    @property
+    def stored_key(self) -> str:
+        """One tensor for all layers (a first axis) and experts (a second one), as model.sharded_state_dict makes it."""
+        return self.key or self.megatron.replace(".{layer}.", ".")
+
+    @property
+    def in_layer(self) -> bool:
+        return "{layer}" in self.megatron
 
 
 def _same(_model: ModelConfig, x: Tensor) -> Tensor:
@@ -61,7 +74,7 @@ def _split_qkv(model: ModelConfig, qkv: Tensor) -> tuple[Tensor, ...]:
 
 def _halves_from_interleaved(x: Tensor) -> Tensor:
     """First axis gate, up, gate, up, ... -> all gates, then all ups."""
-    return torch.cat([x[0::2], x[1::2]])
+    return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)  # four times as fast as torch.cat of two strided halves
 
 
 def _interleaved_from_halves(x: Tensor) -> Tensor:
@@ -106,51 +119,60 @@ def _qkv_shape(*rest: str) -> Callable[[ModelConfig], tuple[Shape, ...]]:
     return shapes
 
 
-HF, MG = "model.layers.{layer}.", "decoder.layers.{layer}."
-HF_EXPERTS, MG_EXPERTS = HF + "mlp.experts.", MG + "mlp.experts."
+HF, MG, OA, KEY = "model.layers.{layer}.", "decoder.layers.{layer}.", "block.{layer}.", "decoder.layers."
+HF_EXPERTS, MG_EXPERTS, KEY_EXPERTS = HF + "mlp.experts.", MG + "mlp.experts.", KEY + "mlp.experts.experts."
 QKV_WEIGHTS = tuple(HF + f"self_attn.{x}_proj.weight" for x in "qkv")
 QKV_BIASES = tuple(HF + f"self_attn.{x}_proj.bias" for x in "qkv")
 
 BEFORE_LAYERS = (
     Row(("model.embed_tokens.weight",), lambda m: ((m.vocab_size, m.hidden_size),),
-        "embedding.word_embeddings.weight", _same, _same_back, tensor_axis=0),
+        "embedding.word_embeddings.weight", _same, _same_back, tensor_axis=0, openai="embedding.weight"),
 )  # fmt: skip
 
 IN_EACH_LAYER = (
     Row((HF + "input_layernorm.weight",), _vector(lambda m: m.hidden_size),
-        MG + "input_layernorm.weight", _same, _same_back),
+        MG + "input_layernorm.weight", _same, _same_back,
+        openai=OA + "attn.norm.scale", key=KEY + "self_attention.linear_qkv.layer_norm_weight"),
     Row(QKV_WEIGHTS, _qkv_shape("hidden_size"),
-        MG + "self_attention.linear_qkv.weight", _join_qkv, _split_qkv, tensor_axis=0),
+        MG + "self_attention.linear_qkv.weight", _join_qkv, _split_qkv, tensor_axis=0, openai=OA + "attn.qkv.weight"),
     Row(QKV_BIASES, _qkv_shape(),
-        MG + "self_attention.linear_qkv.bias", _join_qkv, _split_qkv, tensor_axis=0),
+        MG + "self_attention.linear_qkv.bias", _join_qkv, _split_qkv, tensor_axis=0, openai=OA + "attn.qkv.bias"),
     Row((HF + "self_attn.sinks",), _vector(lambda m: m.num_attention_heads),
-        MG + "self_attention.core_attention.softmax_offset", _same, _same_back, tensor_axis=0),
+        MG + "self_attention.core_attention.softmax_offset", _same, _same_back, tensor_axis=0, openai=OA + "attn.sinks"),
     Row((HF + "self_attn.o_proj.weight",), lambda m: ((m.hidden_size, m.num_attention_heads * m.head_dim),),
-        MG + "self_attention.linear_proj.weight", _same, _same_back, tensor_axis=1),
+        MG + "self_attention.linear_proj.weight", _same, _same_back, tensor_axis=1, openai=OA + "attn.out.weight"),
     Row((HF + "self_attn.o_proj.bias",), _vector(lambda m: m.hidden_size),
-        MG + "self_attention.linear_proj.bias", _same, _same_back),
+        MG + "self_attention.linear_proj.bias", _same, _same_back, openai=OA + "attn.out.bias"),
     Row((HF + "post_attention_layernorm.weight",), _vector(lambda m: m.hidden_size),
-        MG + "pre_mlp_layernorm.weight", _same, _same_back),
+        MG + "pre_mlp_layernorm.weight", _same, _same_back,
+        openai=OA + "mlp.norm.scale", key=KEY + "mlp.linear_fc1.layer_norm_weight"),
     Row((HF + "mlp.router.weight",), lambda m: ((m.num_local_experts, m.hidden_size),),
-        MG + "mlp.router.weight", _same, _same_back),
+        MG + "mlp.router.weight", _same, _same_back, openai=OA + "mlp.gate.weight"),
     Row((HF + "mlp.router.bias",), _vector(lambda m: m.num_local_experts),
-        MG + "mlp.router.bias", _same, _same_back),
+        MG + "mlp.router.bias", _same, _same_back, openai=OA + "mlp.gate.bias"),
     Row((HF_EXPERTS + "gate_up_proj",), lambda m: ((m.num_local_experts, m.hidden_size, 2 * m.intermediate_size),),
-        MG_EXPERTS + "linear_fc1.weight", _gate_up, _gate_up_back, per_expert=True),
+        MG_EXPERTS + "linear_fc1.weight", _gate_up, _gate_up_back, per_expert=True,
+        openai=OA + "mlp.mlp1_weight", packed=True, key=KEY_EXPERTS + "linear_fc1.weight"),
     Row((HF_EXPERTS + "gate_up_proj_bias",), lambda m: ((m.num_local_experts, 2 * m.intermediate_size),),
-        MG_EXPERTS + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, per_expert=True),
+        MG_EXPERTS + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, per_expert=True,
+        openai=OA + "mlp.mlp1_bias", key=KEY_EXPERTS + "linear_fc1.bias"),
     Row((HF_EXPERTS + "down_proj",), lambda m: ((m.num_local_experts, m.intermediate_size, m.hidden_size),),
-        MG_EXPERTS + "linear_fc2.weight", _transposed, _transposed_back, per_expert=True),
+        MG_EXPERTS + "linear_fc2.weight", _transposed, _transposed_back, per_expert=True,
+        openai=OA + "mlp.mlp2_weight", packed=True, key=KEY_EXPERTS + "linear_fc2.weight"),
     Row((HF_EXPERTS + "down_proj_bias",), lambda m: ((m.num_local_experts, m.hidden_size),),
-        MG_EXPERTS + "linear_fc2.bias", _same, _same_back, per_expert=True),
+        MG_EXPERTS + "linear_fc2.bias", _same, _same_back, per_expert=True,
+        openai=OA + "mlp.mlp2_bias", key=KEY_EXPERTS + "linear_fc2.bias"),
 )  # fmt: skip
 
 AFTER_LAYERS = (
     Row(("model.norm.weight",), _vector(lambda m: m.hidden_size),
-        "decoder.final_layernorm.weight", _same, _same_back),
+        "decoder.final_layernorm.weight", _same, _same_back, openai="norm.scale"),
     Row(("lm_head.weight",), lambda m: ((m.vocab_size, m.hidden_size),),
-        "output_layer.weight", _same, _same_back, tensor_axis=0),
+        "output_layer.weight", _same, _same_back, tensor_axis=0, openai="unembedding.weight"),
 )  # fmt: skip
+
+# Objects without content, one a layer, that Megatron's linear layers add to a distributed checkpoint and ask for when they load it.
+EXTRA_STATES = (KEY + "self_attention.linear_qkv._extra_state", KEY + "self_attention.linear_proj._extra_state")
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,10 @@ class Entry:
     def megatron_name(self) -> str:
         return self.row.megatron.format(layer=self.layer)
 
+    @property
+    def openai_name(self) -> str:
+        return self.row.openai.format(layer=self.layer)
+
 
 def entries(model: ModelConfig) -> list[Entry]:
     """The table for all layers, in the order in which export_hf walks it."""
@@ -178,6 +204,21 @@ def entries(model: ModelConfig) -> list[Entry]:
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Name -> full shape of every Hugging Face tensor, in export order."""
     return {name: shape for e in entries(model) for name, shape in zip(e.hf_names, e.row.hf_shape(model), strict=True)}
+
+
+def megatron_shape(model: ModelConfig, row: Row) -> Shape:
+    """The whole tensor of one layer, over all ranks: [experts, ...] when per_expert."""
+    shapes = row.hf_shape(model)
+    parts = [torch.empty(shape[1:] if row.per_expert else shape, device="meta") for shape in shapes]
+    one = tuple(row.to_megatron(model, *parts).shape)
+    return (shapes[0][0], *one) if row.per_expert else one
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Key -> shape of every tensor of the weights in a distributed checkpoint: layers stacked along a first axis."""
+    rows = (*BEFORE_LAYERS, *IN_EACH_LAYER, *AFTER_LAYERS)
+    stacked = {True: (model.num_hidden_layers,), False: ()}
+    return {row.stored_key: stacked[row.in_layer] + megatron_shape(model, row) for row in rows}
 
 
 def load_hf(module: nn.Module, model: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
