@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron_gptoss.config.schema import Config, ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
+OPTIMIZER_CHUNK = 2**24  # parameters that trainer/adamw.py updates at once: 64 MiB in float32, 256 blocks of its kernel on a GPU
 
 
 @dataclass(frozen=True)

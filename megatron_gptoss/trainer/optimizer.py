@@ -1,6 +1,7 @@
 """The Megatron-Core optimizer of one training world, its learning-rate schedule, and a step that refuses values that are not finite.
 
-In: a model wrapped for data parallelism. Out: updated parameters. It does not compute losses.
+In: a model wrapped for data parallelism. Out: updated parameters. It does not compute losses. Where the optimizer's states lie and how
+they are rounded, when that is not on the device and in float32, is adamw.py's business.
 """
 
 from __future__ import annotations
@@ -16,10 +17,21 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_gptoss.config.schema import OptimizerFields
+from megatron_gptoss.trainer.adamw import PlannedAdamW
 
 
-def make_optimizer(fields: OptimizerFields, model: DistributedDataParallel, *, dtype: torch.dtype) -> ChainedOptimizer:
-    """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks."""
+def make_optimizer(
+    fields: OptimizerFields,
+    model: DistributedDataParallel,
+    *,
+    dtype: torch.dtype,
+    moments: torch.dtype = torch.float32,
+    host_share: float = 0.0,
+) -> ChainedOptimizer:
+    """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks.
+
+    With float32 moments and nothing on the host it is Megatron's own choice of AdamW, else ours.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=fields.lr,
@@ -33,9 +45,29 @@ def make_optimizer(fields: OptimizerFields, model: DistributedDataParallel, *, d
         use_distributed_optimizer=True,
         log_num_zeros_in_grad=False,
     )
+    planned = moments != torch.float32 or host_share > 0.0
+    if planned:
+        # What Megatron calls a precision-aware optimizer: the inner one owns the float32 originals, is given gradients as `decoupled_grad`
+        # (views of DDP's buffer) and writes the weights. `use_precision_aware_optimizer` itself asks for TransformerEngine's FusedAdam.
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
-    return optimizer
+    if not planned:
+        return optimizer
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:  # a rank whose parameters are all frozen has none
+            part.optimizer = PlannedAdamW(part.optimizer.param_groups, moments=moments, host_share=host_share)
+    return PlannedOptimizer(optimizer.chained_optimizers)
+
+
+class PlannedOptimizer(ChainedOptimizer):
+    """Megatron leaves the originals of a precision-aware optimizer alone when weights are written from outside; ours are told."""
+
+    def reload_model_params(self, state_dict: None = None) -> None:
+        assert state_dict is None
+        for part in self.chained_optimizers:
+            if isinstance(part.optimizer, PlannedAdamW):
+                part.optimizer.take_weights()
 
 
 def make_schedule(fields: OptimizerFields, optimizer: ChainedOptimizer, *, total_updates: int) -> OptimizerParamScheduler:
@@ -82,5 +114,6 @@ def guarded_step(optimizer: ChainedOptimizer) -> StepResult:
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(list(parameters), max_norm=part.config.clip_grad, total_norm=norm)
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(list(parameters), part.config.clip_grad, norm, use_decoupled_grad=decoupled)
     return StepResult(norm, stepped=bool(optimizer.step_with_ready_grads()))

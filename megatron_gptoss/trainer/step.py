@@ -80,7 +80,13 @@ class Trainer:
         wrapped = Float16Module(self.module.config, self.module) if self.dtype == torch.bfloat16 else self.module
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False)
         self.model = DistributedDataParallel(self.module.config, ddp, wrapped)
-        self.optimizer = make_optimizer(optimizer, self.model, dtype=self.dtype)
+        self.optimizer = make_optimizer(
+            optimizer,
+            self.model,
+            dtype=self.dtype,
+            moments=getattr(torch, trainer.optimizer_states),
+            host_share=trainer.optimizer_offload,
+        )
         self.schedule = make_schedule(optimizer, self.optimizer, total_updates=total_updates)
         self.device = next(self.module.parameters()).device
         self.reference: list[Tensor] | None = None
