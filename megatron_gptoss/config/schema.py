@@ -34,6 +34,11 @@ class RunConfig(Section):
         default=2,
         description="newest complete checkpoints that stay when a further one is whole; 0: all",
     )
+    keep_every: NonNegative = Field(default=0, description="checkpoints of steps that this divides stay for good; 0: of none")
+    save_in_background: bool = Field(
+        default=True,
+        description="write checkpoints from a copy in host memory while training goes on; false: training waits, and nothing is copied",
+    )
     eval_every: NonNegative = Field(default=10, description="steps between held-out evaluations; 0: only at start and end")
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per periodic evaluation; 0: none")
     final_eval_prompts: NonNegative = Field(default=300, description="held-out prompts at the start and at the end")
