@@ -34,7 +34,7 @@ class Layout:
     first_key: int = 0
     causal: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _tables: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[tuple[str, int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
@@ -90,18 +90,20 @@ class Layout:
     def query_tiles(self, size: int) -> Tensor:
         """int32 [tiles, 3]: first query, one past the last query, first key of their sequence. Every query is in one tile, of at most
         `size` of one sequence. Those with the most keys come first: a long one at the end would leave a GPU waiting for it."""
-        if ("queries", size) not in self._tables:
+        if ("queries", size, None) not in self._tables:
             tiles = _cut(zip(pairwise(self.bounds), self.key_bounds[:-1], strict=True), size)
-            self._tables["queries", size] = self._table(sorted(tiles, key=lambda tile: tile[2] - tile[0]))
-        return self._tables["queries", size]
+            self._tables["queries", size, None] = self._table(sorted(tiles, key=lambda tile: tile[2] - tile[0]))
+        return self._tables["queries", size, None]
 
-    def key_tiles(self, size: int) -> Tensor:
+    def key_tiles(self, size: int, window: int | None) -> Tensor:
         """int32 [tiles, 3]: first key, one past the last key, one past the last query of their sequence (0: they belong to nobody). Every
-        key is in one tile; those with the most queries come first."""
-        if ("keys", size) not in self._tables:
+        key is in one tile; those with the most queries come first, but where a window makes them alike neighbours stay neighbours."""
+        if ("keys", size, window) not in self._tables:
             tiles = _cut([((0, self.first_key), 0), *zip(pairwise(self.key_bounds), self.bounds[1:], strict=True)], size)
-            self._tables["keys", size] = self._table(sorted(tiles, key=lambda tile: tile[0] - tile[2]))
-        return self._tables["keys", size]
+            if window is None:
+                tiles.sort(key=lambda tile: tile[0] - tile[2])
+            self._tables["keys", size, window] = self._table(tiles)
+        return self._tables["keys", size, window]
 
     def _table(self, rows: list[tuple[int, int, int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32, device=self.device).view(-1, 3)

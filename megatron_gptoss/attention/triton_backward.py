@@ -129,7 +129,7 @@ def backward(
         _dq_kernel[num_tiles, K](**arguments, TILES=tiles_N3, BN=tile.keys)
 
     tile = (KEYS_WINDOW if one_shot else KEYS_FULL).fit(row_bytes)
-    tiles_N3 = layout.key_tiles(tile.keys) if packed else None
+    tiles_N3 = layout.key_tiles(tile.keys, window) if packed else None
     _dkv_kernel[triton.cdiv(U, tile.keys) if tiles_N3 is None else len(tiles_N3), K](
         Q=key_tiles(q_THD, tile.rows),
         DOUT=key_tiles(dout_THD, tile.rows),
@@ -254,15 +254,41 @@ def _dq_kernel(
         ACC,
     )
     dq = tl.zeros([BP * G2, D], dtype=ACC)
-    begin, end, whole, whole_end = tile_range(p0, stop, start, T, U, WINDOW, CAUSAL, BP)
-    for n in tl.range(begin, end, BN):
-        key, weight, dweight = _weights(n, q, dout, lse, K, V, kv * k_sh, kv * v_sh, SCALE, ACC)
-        if (n < whole) | (n + BN > whole_end):
-            first, more = row_interval(position, T, U, WINDOW, CAUSAL)
-            weight = hide(weight, 0.0, n, first, more, BN, BN)
-        dscore = weight * (dweight - delta[:, None])
-        dq = tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
+    first, more = row_interval(position, T, U, WINDOW, CAUSAL)
+    begin, middle, edge, end = tile_range(p0, stop, start, T, U, WINDOW, CAUSAL, BP, BN)
+    for n in tl.range(begin, middle, BN):
+        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, True)
+    for n in tl.range(middle, edge, BN):
+        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, False)
+    for n in tl.range(edge, end, BN):
+        dq = _dq_step(n, q, dout, dq, lse, delta, first, more, K, V, kv * k_sh, kv * v_sh, BN, SCALE, ACC, True)
     store_rows(DQ, dq * SCALE, position, head, exists, H, D)
+
+
+@triton.jit
+def _dq_step(
+    n,
+    q,
+    dout,
+    dq,
+    lse,
+    delta,
+    first,
+    more,
+    K,
+    V,
+    k_column,
+    v_column,
+    BN: tl.constexpr,
+    SCALE: tl.constexpr,
+    ACC: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    key, weight, dweight = _weights(n, q, dout, lse, K, V, k_column, v_column, SCALE, ACC)
+    if MASK:
+        weight = hide(weight, 0.0, n, first, more, BN, BN)
+    dscore = weight * (dweight - delta[:, None])
+    return tl.dot(dscore.to(key.dtype), key, dq, input_precision="ieee", out_dtype=ACC)
 
 
 @triton.jit

@@ -250,17 +250,20 @@ def query_tile(TILES, T, BP: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def tile_range(p0, stop, start, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, BP: tl.constexpr):
-    """Keys that a tile of queries walks over: begin..end; those in whole..whole_end are seen by all its rows."""
+def tile_range(p0, stop, start, T, U, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr):
+    """Keys that a tile of queries walks over: begin..end, in steps of BN; those in middle..edge are seen by all its rows."""
     last = tl.minimum(p0 + BP, stop) - 1
     begin = start
-    whole = start
+    middle = start
     end = last + (U - T) + 1 if CAUSAL else U
-    whole_end = p0 + (U - T) + 1 if CAUSAL else U
+    whole = p0 + (U - T) + 1 if CAUSAL else U
     if WINDOW > 0:
         begin = tl.maximum(begin, p0 + (U - T) - (WINDOW - 1))
-        whole = tl.maximum(whole, last + (U - T) - (WINDOW - 1))
-    return begin, tl.maximum(end, begin), whole, whole_end
+        middle = begin + tl.cdiv(tl.maximum(last + (U - T) - (WINDOW - 1) - begin, 0), BN) * BN
+    end = tl.maximum(end, begin)
+    middle = tl.minimum(middle, begin + tl.cdiv(end - begin, BN) * BN)
+    edge = middle + tl.maximum(whole - middle, 0) // BN * BN
+    return begin, middle, edge, end
 
 
 @triton.jit
@@ -296,23 +299,50 @@ def _forward_kernel(
     q = tl.reshape(Q.load([p0, kv * G, 0]), [BP * G2, D])
     highest, total = _sink_state(SINK, kv, G, G2, BP, HAS_SINK, ACC)
     out = tl.zeros([BP * G2, D], dtype=ACC)
-    begin, end, whole, whole_end = tile_range(p0, stop, start, T, U, WINDOW, CAUSAL, BP)
-    for n in tl.range(begin, end, BN):
-        key = K.load([n, kv * k_sh])
-        # Scores are in base 2: exp2 is one instruction.
-        score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
-        if (n < whole) | (n + BN > whole_end):
-            first, more = row_interval(position, T, U, WINDOW, CAUSAL)
-            score = hide(score, float("-inf"), n, first, more, BN, BN)
-        new_highest = tl.maximum(highest, tl.max(score, 1) * (SCALE * LOG2E))
-        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weight = tl.exp2(score * (SCALE * LOG2E) - finite[:, None])
-        shrink = tl.exp2(highest - finite)
-        total = total * shrink + tl.sum(weight, 1)
-        value = V.load([n, kv * v_sh])
-        out = tl.dot(weight.to(value.dtype), value, out * shrink[:, None], input_precision="ieee", out_dtype=ACC)
-        highest = new_highest
+    first, more = row_interval(position, T, U, WINDOW, CAUSAL)
+    begin, middle, edge, end = tile_range(p0, stop, start, T, U, WINDOW, CAUSAL, BP, BN)
+    # Three loops and not one with a branch: around a branch Triton 3.6 computes wrong scores on a GPU (right ones in the interpreter).
+    for n in tl.range(begin, middle, BN):
+        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, True)
+    for n in tl.range(middle, edge, BN):
+        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, False)
+    for n in tl.range(edge, end, BN):
+        out, highest, total = _forward_step(n, kv, q, out, highest, total, first, more, K, V, k_sh, v_sh, BN, SCALE, ACC, True)
     _finish(OUT, LSE, lse_sh, out, highest, total, position, head, exists, H, D)
+
+
+@triton.jit
+def _forward_step(
+    n,
+    kv,
+    q,
+    out,
+    highest,
+    total,
+    first,
+    more,
+    K,
+    V,
+    k_sh,
+    v_sh,
+    BN: tl.constexpr,
+    SCALE: tl.constexpr,
+    ACC: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """One key tile of the online softmax. Scores are in base 2: exp2 is one instruction."""
+    key = K.load([n, kv * k_sh])
+    score = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=ACC)
+    if MASK:
+        score = hide(score, float("-inf"), n, first, more, BN, BN)
+    new_highest = tl.maximum(highest, tl.max(score, 1) * (SCALE * LOG2E))
+    finite = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASK else new_highest
+    weight = tl.exp2(score * (SCALE * LOG2E) - finite[:, None])
+    shrink = tl.exp2(highest - finite)
+    total = total * shrink + tl.sum(weight, 1)
+    value = V.load([n, kv * v_sh])
+    out = tl.dot(weight.to(value.dtype), value, out * shrink[:, None], input_precision="ieee", out_dtype=ACC)
+    return out, new_highest, total
 
 
 @triton.jit
