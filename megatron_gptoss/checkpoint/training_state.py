@@ -1,13 +1,20 @@
 """Training checkpoints: Megatron distributed checkpoints with everything a run needs to go on as if it had not stopped.
 
 In: the parts of one training world. Out: a folder with `config.json` (the architecture, Hugging Face layout), Megatron's shards, and the
-marker `COMPLETE`, written last. A save goes to a temporary name and is renamed when it is whole; a torn one is never chosen.
-It does not decide when to save, nor read Hugging Face weights (hf_files.py).
+marker `COMPLETE`, written last. A save goes to a temporary name and is renamed when it is whole; a torn one is never chosen. Training waits
+only until its state is copied to host memory; background.py writes the copy. It does not decide when to save, nor read Hugging Face
+weights (hf_files.py).
+
+A checkpoint may be loaded in any layout of ranks. Weights, master weights, moments, their count of updates and the schedule do not know
+about ranks. Random states do: they are those of a rank at a place. In the layout that saved them each rank gets its own back; in another
+one every rank keeps the fresh ones its world was seeded with, since there is no right way to divide or join generators. Nothing that is
+trained draws from them (no dropout; prompts and sampling are seeded by step), so losses do not depend on it.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -19,15 +26,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gptoss.checkpoint.progress import MARKER, Progress
+from megatron_gptoss.checkpoint.background import Meeting, Planner, Report, Saving, cannot_save, host_copy, temporary_name
+from megatron_gptoss.checkpoint.marker import Layout, flush_folder, why_torn, write_marker, written_layout
+from megatron_gptoss.checkpoint.optimizer_shards import own_shards
+from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.errors import CheckpointError
@@ -107,21 +118,59 @@ def _separate_steps(optimizer: ChainedOptimizer) -> None:
             state["step"] = state["step"].clone()
 
 
-def _sharded_state(
-    model: DistributedDataParallel, optimizer: ChainedOptimizer | None, schedule: OptimizerParamScheduler | None, *, loading: bool
+def layout_in_force() -> Layout:
+    """How this world's ranks are divided, as far as a rank's place depends on it."""
+    return {
+        "world": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _state_to_save(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler, progress: Progress
+) -> dict[str, Any]:
+    _complete_state(optimizer)
+    module: Any = model.module
+    parts: Any = optimizer.chained_optimizers
+    weights = module.sharded_state_dict(metadata=_metadata())
+    return {
+        "model": weights,
+        "optimizer": {
+            # What `sharded_state_dict` returns, but for `param_state`: see optimizer_shards.py.
+            i: {**part.state_dict(), "param_state": own_shards(part, weights), "param_state_sharding_type": "fully_reshardable"}
+            for i, part in enumerate(parts)
+        },
+        "schedule": schedule.state_dict(),
+        "random": _random_of_ranks(),
+        "progress": asdict(progress),
+    }
+
+
+def _state_to_load(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer | None, schedule: OptimizerParamScheduler | None, *, with_random: bool
 ) -> dict[str, Any]:
     metadata = _metadata()
     module: Any = model.module
     state: dict[str, Any] = {"model": module.sharded_state_dict(metadata=metadata)}
     if optimizer is not None and schedule is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
         state["schedule"] = schedule.state_dict()
-        rank, world = dist.get_rank(), dist.get_world_size()
-        state["random"] = ShardedObject("random", random_state(), (world,), (rank,), replica_id=0)
+        if with_random:
+            state["random"] = _random_of_ranks()
     return state
 
 
-def save_training_state(
+def _random_of_ranks() -> ShardedObject:
+    return ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+_saves = itertools.count()  # all ranks of a world save equally often, so the number names a save on all of them
+
+
+def begin_save(
     path: Path,
     *,
     config: ModelConfig,
@@ -130,58 +179,66 @@ def save_training_state(
     schedule: OptimizerParamScheduler,
     progress: Progress,
     needed_bytes: int = 0,
-) -> None:
-    """Write `path` (all ranks call this). An existing complete checkpoint of that name is kept until the new one is whole.
+    background: bool = True,
+    timeout_s: float = 600.0,
+) -> Saving:
+    """Copy the state to host memory and begin to write it to `path` (all ranks call this, when their last save is over).
 
-    `needed_bytes`: what all ranks together will write; with less free nothing is begun. Raises CheckpointError when the disk is full or
-    the folder cannot be written; what was complete before stays complete.
+    An existing complete checkpoint of that name is kept until the new one is whole. `needed_bytes`: what all ranks together will write;
+    with less free nothing is begun. Raises CheckpointError when the disk is full or the folder cannot be written; what was complete before
+    stays complete. What happens later, `Saving.wait` raises. With `background=False` nothing is copied that need not be, and the save is
+    over when this returns.
     """
-    temporary = path.with_name(f".tmp-{path.name}")
-    lead = dist.get_rank() == 0
+    meeting = Meeting(f"save {next(_saves)} {path.name}", timeout_s)
+    temporary = temporary_name(path)
+    problem = meeting.all_hear_rank_0("the folder", lambda: _make_room(temporary, needed_bytes))
+    if problem:
+        raise CheckpointError(cannot_save(path, problem))
+    planned, layout = Planner(), layout_in_force()
     try:
-        if lead:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            free = shutil.disk_usage(temporary).free
-            if free < needed_bytes:
-                raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free, about {needed_bytes / 2**20:.1f} MiB needed")
-        dist.barrier()
-        _complete_state(optimizer)
-        state = _sharded_state(model, optimizer, schedule, loading=False)
-        state["progress"] = asdict(progress)
-        dist_checkpointing.save(state, str(temporary))
-        dist.barrier()
-        if lead:
-            write_hf_config(config, temporary / "config.json")
-            _flush_to_disk(temporary)
-            (temporary / MARKER).write_text(f"step {progress.step}\n")
-            _flush_to_disk(temporary)
-            if path.exists():  # at no moment may a torn folder carry the final name
-                shutil.rmtree(path.rename(path.with_name(f".tmp-old-{path.name}")))
-            temporary.replace(path)
-        dist.barrier()
+        state = _state_to_save(model, optimizer, schedule, progress)
+        tensors: list[Any] = [entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors} if background else set()
+        dist_checkpointing.save(state, str(temporary), planned, async_sharded_save=True, async_strategy="mcore")
     except (OSError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(_cannot_save(path, error)) from error
+        raise CheckpointError(cannot_save(path, str(error))) from error
+
+    def finish(reports: list[Report]) -> None:
+        """Rank 0, when all ranks have written."""
+        planned.writer.finish(planned.metadata, [report.results for report in reports])
+        save_config(CheckpointingConfig(planned.backend, planned.version), str(temporary))
+        write_hf_config(config, temporary / "config.json")
+        for file in temporary.iterdir():  # the marker must not reach the disk before what it vouches for
+            _flush(file)
+        write_marker(temporary, step=progress.step, layout=layout)
+        if path.exists():  # at no moment may a torn folder carry the final name
+            shutil.rmtree(path.rename(path.with_name(f".tmp-old-{path.name}")))
+        temporary.replace(path)
+        flush_folder(path.parent)
+
+    return Saving(path, meeting, host_copy(planned, live), planned.writer.transforms, finish, background=background)
+
+
+def save_training_state(path: Path, **parts: Any) -> None:
+    """`begin_save` to its end: the checkpoint is complete when this returns."""
+    begin_save(path, **parts, background=False).wait()
+
+
+def _make_room(temporary: Path, needed_bytes: int) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    free = shutil.disk_usage(temporary).free
+    if free < needed_bytes:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free, about {needed_bytes / 2**20:.1f} MiB needed")
+
+
+def _flush(file: Path) -> None:
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
-        if lead:
-            shutil.rmtree(temporary, ignore_errors=True)  # already renamed when all went well
-
-
-def _flush_to_disk(folder: Path) -> None:
-    """The marker must not reach the disk before what it vouches for."""
-    for path in (*folder.rglob("*"), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _cannot_save(path: Path, error: BaseException) -> str:
-    why = " ".join(str(error).split())[-300:]
-    kept = sorted(p.name for p in path.parent.glob("step-*") if (p / MARKER).exists())
-    last = f"the last complete checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier checkpoint"
-    return f"cannot save {path}: {why}. Free some space or set run.dir elsewhere; {last}."
+        os.close(handle)
 
 
 def load_training_state(
@@ -195,13 +252,15 @@ def load_training_state(
 
     Returns the run's progress. Raises CheckpointError when the folder is no complete checkpoint or does not fit.
     """
-    if not (path / MARKER).exists():
-        raise CheckpointError(f"{path} is no complete checkpoint: it has no file {MARKER}.")
+    torn = why_torn(path)
+    if torn:
+        raise CheckpointError(f"{path} is no complete checkpoint: {torn}.")
+    same_layout = written_layout(path) == layout_in_force()
     if optimizer is not None:
         _accept_step_of_torch_adam()
         _complete_state(optimizer)
     try:
-        state = _sharded_state(model, optimizer, schedule, loading=True)
+        state = _state_to_load(model, optimizer, schedule, with_random=same_layout)
         state: Any = dist_checkpointing.load(state, str(path))
     except (OSError, KeyError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
@@ -211,6 +270,7 @@ def load_training_state(
         optimizer.load_state_dict(state["optimizer"])
         _separate_steps(optimizer)
         schedule.load_state_dict(state["schedule"])
-        set_random_state(state["random"])
+        if same_layout:
+            set_random_state(state["random"])
     known = {f.name for f in fields(Progress)}
     return Progress(**{k: v for k, v in state["progress"].items() if k in known})

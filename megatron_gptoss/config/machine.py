@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.metadata
-import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -105,8 +104,10 @@ def _disk(loaded: Loaded, plan: RunPlan) -> Check:
 
 def checkpoints_at_once(run: RunConfig) -> int:
     """Those that are kept and one more, since an old one stays until the new one is whole; never more than the run saves."""
-    saves = math.ceil(run.steps / run.save_every) if run.save_every else 1
-    return min(saves, run.keep_checkpoints + 1) if run.keep_checkpoints else saves
+    saves = [*range(run.save_every, run.steps, run.save_every), run.steps] if run.save_every else [run.steps]
+    newest = run.keep_checkpoints + 1 if run.keep_checkpoints else len(saves)
+    for_good = [step for step in saves[:-newest] if run.keep_every and step % run.keep_every == 0]
+    return min(len(saves), newest) + len(for_good)
 
 
 def _gib(num_bytes: int) -> str:

@@ -299,9 +299,21 @@ def _other_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('run.resume')} and {show('run.init')} exclude each other. A resumed run goes on from its own checkpoint; "
             "leave out one of them."
         )
+    run = config.run
+    if run.save_every and run.keep_every % run.save_every:
+        working = ", ".join(str(n) for n in _multiples_around(run.keep_every, run.save_every))
+        yield (
+            f"{show('run.keep_every')} is no multiple of {show('run.save_every')}: most of its steps have no checkpoint that could stay. "
+            f"Nearest working numbers: {working}; 0: none stays for good."
+        )
     last = config.cluster.first_port + config.cluster.num_ports - 1
     if last > 65535:
         yield (
             f"{show('cluster.first_port')} with {show('cluster.num_ports')} ends at port {last}, and 65535 is the last there is. "
             f"Use cluster.first_port = {max(65536 - config.cluster.num_ports, 1024)}."
         )
+
+
+def _multiples_around(value: int, unit: int) -> list[int]:
+    below = value // unit * unit
+    return [n for n in (below, below + unit) if n]

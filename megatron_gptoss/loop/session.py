@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from megatron_gptoss.checkpoint.marker import layout_words, written_layout
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded, load
@@ -28,13 +29,13 @@ from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_gptoss.errors import MachineError
+from megatron_gptoss.errors import GptossError, MachineError
 from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
 from megatron_gptoss.obs.plan_table import predicted_and_measured
-from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint
+from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint, torn_since
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rollout.collect import CollectLimits, collect
@@ -85,6 +86,7 @@ class Session:
         ending.callback(self.task.close)
         self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
         self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
+        self._torn = torn_since(self.checkpoint) if self.checkpoint is not None else []
         if self.checkpoint is not None and not self.config.run.init:
             # A resume with configuration files of its own does not change where the run once started.
             self._set_init(load([RunDir(plan.run_dir).config_file]).config.run.init)
@@ -103,6 +105,9 @@ class Session:
         self._counts_before = PoolCounts()
         self.step_began = time.perf_counter()
         self._memory_shown = False
+        self._saving = False  # a checkpoint is on its way to the disk
+        self._remover = ending.enter_context(ThreadPoolExecutor(1))
+        self._removing: list[Future[None]] = []
 
     def _set_init(self, path: str) -> None:
         self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": path})})
@@ -185,6 +190,7 @@ class Session:
         )
         self.trainer = TrainingWorld(settings, RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus))
         self.ending.callback(self.trainer.stop)
+        self.ending.callback(self._end_save)
 
     def _first_weights(self) -> FirstWeights:
         """What the trainer starts from. A resumed run needs its first weights again only as the reference of the KL term."""
@@ -352,11 +358,66 @@ class Session:
         skipped = self.progress.skipped_in_a_row + 1 if stats.skipped else 0
         self.progress = replace(self.progress, skipped_in_a_row=skipped)
 
+    def say_resumed(self) -> None:
+        """From where a run goes on, what was passed over, and what the ranks' new places mean."""
+        assert self.checkpoint is not None
+        for name, why in self._torn:
+            self.console.say(f"{name} is torn and passed over: {why}")
+        self.console.say(f"resumed after step {self.progress.step} from {self.checkpoint}")
+        plan, before = self.plan, written_layout(self.checkpoint)
+        now = {
+            "world": plan.world_size,
+            "tensor": plan.tensor_parallel,
+            "pipeline": plan.pipeline_parallel,
+            "context": plan.context_parallel,
+            "expert": plan.expert_parallel,
+        }
+        if before is not None and before != now:
+            self.console.say(
+                f"it was written by {layout_words(before)}, and goes on with {layout_words(now)}: weights, moments and schedule are the "
+                "same, the ranks' random states begin anew from run.seed"
+            )
+
     def save(self) -> None:
-        """A checkpoint of now; those that are no longer kept go, renamed first, so that none is taken for whole on its way out."""
-        self.world.save(self.dir.checkpoint(self.progress.step).absolute(), self.progress, checkpoint_bytes(self.config))
-        for old in checkpoints_to_remove(self.dir.path, self.config.run.keep_checkpoints):
-            shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")), ignore_errors=True)
+        """Begin a checkpoint of now. Training waits for its copy to host memory; and first for the last one, when that is still being
+        written, so that host memory holds one at most."""
+        began = time.perf_counter()
+        self.finish_save()
+        wait(self._removing)
+        self._removing = []
+        path = self.dir.checkpoint(self.progress.step).absolute()
+        background = self.config.run.save_in_background
+        self.world.save(path, self.progress, checkpoint_bytes(self.config), background=background)
+        self._saving = True
+        if not background:
+            self.finish_save()
+        self.metrics.write(self.progress.step, {"time/save_s": time.perf_counter() - began})
+
+    def notice_save(self) -> None:
+        """At the end of a step: if the checkpoint on its way is complete or has failed by now, deal with it."""
+        if self._saving and self.world.save_is_over():
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint on its way, if there is one, is complete. Those that are no longer kept go then, renamed first, so that
+        none is taken for whole on its way out."""
+        if not self._saving:
+            return
+        self._saving = False
+        self.metrics.write(self.progress.step, {"time/save_write_s": self.world.finish_save()})
+        run = self.config.run
+        for old in checkpoints_to_remove(self.dir.path, run.keep_checkpoints, run.keep_every):
+            gone = old.rename(old.with_name(f".tmp-{old.name}"))
+            self._removing.append(self._remover.submit(shutil.rmtree, gone, ignore_errors=True))
+
+    def _end_save(self) -> None:
+        """A run that ends early still gets the checkpoint on its way, unless its trainer is what failed."""
+        if self._saving and self.world.healthy:
+            try:
+                with self.console.waiting("writing the last checkpoint"):
+                    self.finish_save()
+            except GptossError as error:
+                self.console.say(f"{type(error).__name__}: {error}")  # beside what ended the run
 
 
 def _send_ray_messages_to(log: Path) -> None:

@@ -43,6 +43,7 @@ def run_sft(loaded: Loaded, plan: RunPlan) -> None:
             session.console.say(f"copying is not there yet ({copied:.3f} < {c.sft.min_copy_probability}); training on")
             train(session, session.progress.step + max(1, c.sft.extra_steps // 3))
         session.save()
+        session.finish_save()
         session.console.say(f"checkpoint {session.dir.checkpoint(session.progress.step)}")
 
 
@@ -55,7 +56,7 @@ def start(session: Session) -> None:
     with session.console.waiting("starting the trainer"):
         session.start()
     if session.progress.step:
-        session.console.say(f"resumed after step {session.progress.step} from {session.checkpoint}")
+        session.say_resumed()
 
 
 def train(session: Session, until: int) -> None:
@@ -89,6 +90,8 @@ def train(session: Session, until: int) -> None:
             bar.advance(1, f"loss {sum(losses[-20:]) / len(losses[-20:]):.3f}  {tokens / (time.perf_counter() - began):.0f} tokens/s")
             if c.sft.save_every and step % c.sft.save_every == 0 and step < until:
                 session.save()
+            else:
+                session.notice_save()
 
 
 def demonstrations(session: Session, step: int) -> list[Sample]:

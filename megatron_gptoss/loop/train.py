@@ -61,7 +61,7 @@ def start(session: Session) -> None:
         if c.run.final_eval_prompts:
             session.metrics.write(0, evaluate(session, c.run.final_eval_prompts, step=0).metrics())
     else:
-        session.console.say(f"resumed after step {session.progress.step} from {session.checkpoint}")
+        session.say_resumed()
     session.clock.take()
 
 
@@ -199,12 +199,13 @@ def save_and_evaluate_if_due(session: Session, step: int) -> None:
     elif not last and run.eval_prompts and run.eval_every and step % run.eval_every == 0:
         session.metrics.write(step, evaluate(session, run.eval_prompts, step=step).metrics())
     if last or (run.save_every and step % run.save_every == 0):
-        with session.clock("save"):
-            session.save()
-        session.metrics.write(step, {"time/save_s": session.clock.take()["save"]})
+        session.save()
+    else:
+        session.notice_save()
 
 
 def finish(session: Session) -> None:
+    session.finish_save()
     picture = session.dir.path / "report.png"
     write_report(session.dir.path, picture)
     session.console.say(f"picture    {picture}")

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_gptoss.checkpoint.marker import why_torn
 from megatron_gptoss.checkpoint.progress import MARKER
 from megatron_gptoss.config.load import dump
 from megatron_gptoss.config.schema import Config
@@ -131,16 +132,28 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Oldest first. Torn ones (no COMPLETE, or still under a temporary name) are passed over."""
-    complete = [p for p in (run_dir / "checkpoints").glob("step-*") if checkpoint_step(p) is not None and (p / MARKER).is_file()]
+    """Oldest first. Torn ones (no COMPLETE, a file missing or cut short, or still under a temporary name) are passed over."""
+    complete = [p for p in (run_dir / "checkpoints").glob("step-*") if checkpoint_step(p) is not None and not why_torn(p)]
     return sorted(complete, key=lambda p: checkpoint_step(p) or 0)
 
 
-def checkpoints_to_remove(run_dir: Path, keep: int) -> list[Path]:
-    """Complete checkpoints beyond the newest `keep`, oldest first; none when `keep` is 0. Torn ones are not ours to judge: one may be
-    on its way. Whoever removes a checkpoint deletes COMPLETE first, so that half of one is never taken for whole.
+def torn_since(checkpoint: Path) -> list[tuple[str, str]]:
+    """Name and fault of every save that is newer than `checkpoint` and torn, oldest first."""
+    chosen, found = checkpoint_step(checkpoint) or 0, []
+    for path in checkpoint.parent.iterdir():
+        unfinished = path.name.startswith(".tmp-step-")
+        step = checkpoint_step(path.with_name(path.name.removeprefix(".tmp-")))
+        if step is not None and step > chosen:
+            found.append((step, path.name, "its save never ended" if unfinished else why_torn(path)))
+    return [(name, why) for _, name, why in sorted(found)]
+
+
+def checkpoints_to_remove(run_dir: Path, keep: int, every: int = 0) -> list[Path]:
+    """Complete checkpoints beyond the newest `keep`, oldest first, but for steps that `every` divides; none when `keep` is 0. Torn ones are
+    not ours to judge: one may be on its way. Whoever removes a checkpoint renames it first, so that half of one is never taken for whole.
     """
-    return complete_checkpoints(run_dir)[:-keep] if keep else []
+    old = complete_checkpoints(run_dir)[:-keep] if keep else []
+    return [p for p in old if not every or (checkpoint_step(p) or 0) % every]
 
 
 def is_run_dir(path: Path) -> bool:
@@ -162,12 +175,13 @@ def find_weights(path: Path) -> WeightSource:
             where = path / "checkpoints"
             raise CheckpointError(f"{path} has no complete checkpoint: {what} in {where}. The run ended before its first save.")
         return WeightSource("checkpoint", newest)
-    if (path / MARKER).is_file():
+    torn = why_torn(path)
+    if not torn:
         return WeightSource("checkpoint", path)
-    if checkpoint_step(path) is not None or path.name.startswith(".tmp-"):
+    if checkpoint_step(path) is not None or path.name.startswith(".tmp-") or (path / MARKER).is_file():
         newest = latest_checkpoint(path.parent.parent)
         other = f" The newest complete one is {newest}." if newest else ""
-        raise CheckpointError(f"{path} is torn: it has no file {MARKER}, so its save never ended.{other}")
+        raise CheckpointError(f"{path} is torn: {torn}.{other}")
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return WeightSource("huggingface", path)
     missing = "no *.safetensors" if (path / "config.json").is_file() else "no config.json"

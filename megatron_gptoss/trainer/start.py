@@ -67,6 +67,7 @@ class TrainingWorld:
         # Ranks that share a model see the same microbatches.
         self._data = [settings.shape.data_index(rank) for rank in range(settings.shape.world)]
         self._last = "launch"
+        self.healthy = True  # no rank has died or been given up
 
     def log(self, rank: int) -> Path:
         return Path(self.settings.log_dir) / f"trainer-{rank}.log"
@@ -101,6 +102,7 @@ class TrainingWorld:
         return self._wait(phase, [getattr(self.actors[0], method).remote(*arguments)])[0]
 
     def _died(self, rank: int, phase: str, error: Exception) -> TrainerFailed:
+        self.healthy = False
         words = " ".join(str(getattr(error, "cause", error)).split())[:300]
         log = self.log(rank)
         with log.open("a") as file:
@@ -109,6 +111,7 @@ class TrainingWorld:
         return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {log}:\n{tail}")
 
     def _expired(self, phase: str, missing: list[int]) -> DeadlineExpired:
+        self.healthy = False
         for rank in missing:
             # A pid of another node may be anybody's here.
             if rank < len(self.places) and self.places[rank][0] == socket.gethostname():
@@ -153,8 +156,16 @@ class TrainingWorld:
     def export_weights(self) -> ExportedWeights:
         return self._same("gather the weights", "export_weights")[0]
 
-    def save(self, path: Path, progress: Progress, needed_bytes: int) -> None:
-        self._same("save", "save", str(path), progress, needed_bytes)
+    def save(self, path: Path, progress: Progress, needed_bytes: int, *, background: bool) -> None:
+        """Begin a checkpoint. The last one must be finished."""
+        self._same("save", "save", str(path), progress, needed_bytes, background)
+
+    def save_is_over(self) -> bool:
+        return self._one("say how the checkpoint is getting on", "save_is_over")
+
+    def finish_save(self) -> float:
+        """Wait until the checkpoint is complete. Returns the seconds its writing took."""
+        return max(self._same("write the checkpoint", "finish_save"))
 
     def stop(self) -> None:
         for actor in self.actors:

@@ -24,6 +24,7 @@ from megatron_gptoss.types import PeakMemory
 if TYPE_CHECKING:
     import ray
 
+    from megatron_gptoss.checkpoint.background import Saving
     from megatron_gptoss.checkpoint.progress import Progress
     from megatron_gptoss.trainer.how import TokenScores, Update
     from megatron_gptoss.trainer.step import Minibatch
@@ -70,6 +71,7 @@ class TrainerWorker:
 
     def __init__(self, settings: TrainerSettings, rank: int) -> None:
         self.settings, self.rank = settings, rank
+        self.saving: Saving  # the checkpoint last begun
         log = Path(settings.log_dir) / f"trainer-{rank}.log"
         self._log = log.open("a", buffering=1)
         for stream in (sys.stdout, sys.stderr):
@@ -181,11 +183,12 @@ class TrainerWorker:
                 wire.append(to_bytes(bucket))
         return ExportedWeights(ray.put(wire), count, total) if self.rank == 0 else None
 
-    def save(self, path: str, progress: Progress, needed_bytes: int) -> None:
-        from megatron_gptoss.checkpoint.training_state import save_training_state
+    def save(self, path: str, progress: Progress, needed_bytes: int, background: bool) -> None:
+        """Begin a checkpoint; it is complete when `finish_save` returns. CheckpointError when it cannot even begin."""
+        from megatron_gptoss.checkpoint.training_state import begin_save
 
         t = self.trainer
-        save_training_state(
+        self.saving = begin_save(
             Path(path),
             config=self.settings.model,
             model=t.model,
@@ -193,7 +196,17 @@ class TrainerWorker:
             schedule=t.schedule,
             progress=progress,
             needed_bytes=needed_bytes,
+            background=background,
+            timeout_s=self.settings.trainer.step_timeout_s,
         )
+
+    def save_is_over(self) -> bool:
+        """Whether the checkpoint is complete, or has failed. Rank 0 knows it of all ranks."""
+        return self.saving.done()
+
+    def finish_save(self) -> float:
+        """Wait for the checkpoint that was begun. Seconds its writing took; CheckpointError when it came to nothing."""
+        return self.saving.wait()
 
 
 Actor = Any  # a Ray actor handle of TrainerWorker

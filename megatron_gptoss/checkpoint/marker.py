@@ -1,0 +1,79 @@
+"""Is this checkpoint whole? The marker COMPLETE and what it vouches for.
+
+In: a folder. Out: why it is torn, or nothing. The marker is JSON: the step, the layout of the ranks that wrote it, and the size of every
+file in bytes, so that a file that went missing or was cut short is found before anything is loaded. Sizes, not checksums: reading a
+checkpoint twice would double the time of a resume. A marker without sizes vouches for its own presence only. No torch: the driver asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_gptoss.checkpoint.progress import MARKER
+
+Layout = Mapping[str, int]  # {"world": 4, "tensor": 2, ...}
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Every file below `folder` but the marker, by its path in it."""
+    found = {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    found.pop(MARKER, None)
+    return found
+
+
+def write_marker(folder: Path, *, step: int, layout: Layout) -> None:
+    """Vouch for what is in `folder` now. The caller has flushed it to the disk; the marker is on the disk when this returns."""
+    with (folder / MARKER).open("w") as file:
+        json.dump({"step": step, "layout": dict(layout), "files": file_sizes(folder)}, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    flush_folder(folder)
+
+
+def flush_folder(folder: Path) -> None:
+    """The names in a folder reach the disk apart from what is in the files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What the marker says. Empty when there is none or it says nothing."""
+    try:
+        said = json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def written_layout(folder: Path) -> Layout | None:
+    """The layout of the ranks that wrote a checkpoint; None when its marker does not say."""
+    return read_marker(folder).get("layout")
+
+
+def why_torn(folder: Path) -> str:
+    """In words, or "" when the checkpoint is whole."""
+    if not (folder / MARKER).is_file():
+        return f"it has no file {MARKER}, so its save never ended"
+    for name, wanted in read_marker(folder).get("files", {}).items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != wanted:
+            return f"{name} has {size} bytes, and {MARKER} says {wanted}"
+    return ""
+
+
+def layout_words(layout: Layout) -> str:
+    """`4 ranks (tensor 2, expert 2)`."""
+    degrees = ", ".join(f"{name} {size}" for name, size in layout.items() if name != "world" and size > 1)
+    ranks = f"{layout['world']} rank{'s' if layout['world'] > 1 else ''}"
+    return f"{ranks} ({degrees})" if degrees else ranks
