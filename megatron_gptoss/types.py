@@ -106,7 +106,8 @@ class Sample:
     token_ids: tuple[int, ...]  # [T]
     trained: tuple[bool, ...]  # [T] True where the token's log-prob enters the loss; never the first
     engine_logp: tuple[float, ...]  # [T] nats, 0.0 where not trained
-    advantage: float  # the same for all trained tokens of the sequence
+    advantage: float  # of all trained tokens of the sequence
+    token_advantages: tuple[float, ...] = ()  # [T], 0.0 where not trained, instead of `advantage` where tokens differ; (): they do not
 
     @property
     def num_trained(self) -> int:
@@ -138,6 +139,25 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """One number under its name in metrics.jsonl."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token on which trainer and engine disagree more than on others."""
+
+    name: str  # of its sample
+    position: int  # in its sequence
+    token_id: int
+    trainer_logp: float  # nats
+    engine_logp: float  # nats
+
+
+@dataclass(frozen=True)
 class StepStats:
     """What one training step measured, reduced over ranks and microbatches. Field comments give the metric name in metrics.jsonl."""
 
@@ -158,6 +178,8 @@ class StepStats:
     ess: float  # mismatch/ess, effective sample size of the token weights, 0..1
     truncated_fraction: float  # mismatch/truncated_fraction, share of token weights cut by the importance cap
     problem: str = ""  # when skipped: which microbatch, which value, where it was dumped
+    measures: tuple[Measure, ...] = ()  # mismatch in more detail: by sequence, by position, by assistant turn
+    worst: tuple[WorstToken, ...] = ()  # the largest gaps between trainer and engine first
 
 
 @dataclass(frozen=True)

@@ -367,10 +367,13 @@ def measure(trainer: Trainer, config: Config, given: Load, options: argparse.Nam
             memory[name].append(torch.cuda.max_memory_allocated() if on_gpu else 0)
         return result, ms
 
+    def accumulate():
+        return trainer._accumulate(minibatch, how, trainer._known(minibatch, how, None, None))
+
     for repeat in range(2 + options.repeats):
         keep = repeat >= 2  # kernels are compiled, buffers allocated and the optimizer's state made in the first
         one("score", lambda: trainer.score(minibatch, temperature=how.temperature), keep)
-        totals, passes_ms = one("forward + backward", lambda: trainer._accumulate(minibatch, how, None, None), keep)
+        totals, passes_ms = one("forward + backward", accumulate, keep)
         if not options.without_optimizer:
             (_, stepped), step_ms = one("optimizer", lambda totals=totals: trainer._step(totals), keep)
             if not stepped:
@@ -394,7 +397,7 @@ def measure(trainer: Trainer, config: Config, given: Load, options: argparse.Nam
                 peak_gib=peak_bytes / 2**30 if peak_bytes else None,
             )
         )
-    kernels = longest_kernels(lambda: trainer._accumulate(minibatch, how, None, None)) if options.profile else []
+    kernels = longest_kernels(accumulate) if options.profile else []
     return phases, kernels
 
 

@@ -44,7 +44,6 @@ def replay(run: Path, step: int) -> int:
     from megatron_gptoss.obs.metrics import read_metrics
     from megatron_gptoss.obs.run_dir import RunDir
     from megatron_gptoss.rl.advantages import keep_informative
-    from megatron_gptoss.rl.samples import make_samples
     from megatron_gptoss.rollout.archive import read_archive
 
     source = RunDir(run)
@@ -68,7 +67,7 @@ def replay(run: Path, step: int) -> int:
         session.start()
         session.world.resume(checkpoint.absolute())
         kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
-        stats = update(session, step, make_samples(kept.groups, divide_by_std=session.config.rl.advantage == "group"))
+        stats = update(session, step, kept.groups)
     values = step_metrics(stats)
     equal = True
     for name in COMPARED:

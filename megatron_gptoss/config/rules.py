@@ -22,6 +22,7 @@ NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values mea
     "trainer.optimizer_states": None,
     "trainer.optimizer_offload": None,
     "trainer.transformer": None,
+    "rl.advantage": ("gae",),
     "trainer.dispatcher": None,
     "cluster.share_gpus": None,
 }
@@ -29,8 +30,8 @@ NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values mea
 
 def broken_rules(loaded: Loaded) -> list[str]:
     rules = (
-        _batch_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules, _attention_rules, _cpu_rules,
-        _other_rules,
+        _batch_rules, _rl_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules, _attention_rules,
+        _cpu_rules, _other_rules,
     )  # fmt: skip
     return [message for rule in rules for message in rule(loaded)]
 
@@ -61,8 +62,11 @@ def divisors(n: int) -> list[int]:
 def _batch_rules(loaded: Loaded) -> Iterator[str]:
     rl, rollout, sft = loaded.config.rl, loaded.config.rollout, loaded.config.sft
     batch, show = rl.sequences_per_step, loaded.show
-    if rollout.group_size < 2:
-        yield f"{show('rollout.group_size')} leaves a rollout nothing to be compared with: its advantage is always 0. Use 2 or more."
+    if rollout.group_size < 2 and rl.advantage not in ("reinforce++", "gae"):
+        yield (
+            f"{show('rollout.group_size')} leaves a rollout nothing to be compared with: its advantage is always 0. Use 2 or more, or "
+            'rl.advantage = "reinforce++".'
+        )
     if batch % rollout.group_size:
         yield (
             f"{show('rollout.group_size')} does not divide {show('rl.sequences_per_step')}. A group must land in one step. "
@@ -77,6 +81,31 @@ def _batch_rules(loaded: Loaded) -> Iterator[str]:
     total = sft.guess_fraction + sft.stop_fraction + sft.digit_fraction
     if total > 1 + 1e-9:  # 0.3 + 0.3 + 0.4 is a little more than 1 in floats
         yield f"{', '.join(show(p) for p in parts)} add up to {total:g}. They are shares of all demonstrations: lower one by {total - 1:g}."
+def _rl_rules(loaded: Loaded) -> Iterator[str]:
+    """What the parts of a policy update ask of each other."""
+    rl, rollout, show = loaded.config.rl, loaded.config.rollout, loaded.show
+    if rl.advantage == "gae" and rl.credit == "sequence":
+        yield f'{show("rl.advantage")} values single tokens or turns, and {show("rl.credit")}. Use rl.credit = "token" or "turn".'
+    if rl.gamma < 1 and rl.credit == "sequence":
+        yield f'{show("rl.gamma")} discounts by token or turn, and {show("rl.credit")}. Use rl.gamma = 1.0, or rl.credit = "turn".'
+    if rl.dual_clip and rl.surrogate == "cispo":
+        yield f"{show('rl.dual_clip')} bounds a clipped ratio's loss, and {show('rl.surrogate')} has none. Use rl.dual_clip = 0.0."
+    if 0 < rl.dual_clip <= 1:
+        yield f"{show('rl.dual_clip')} would cut the loss of a policy that has not moved. Use more than 1, such as 3.0, or 0.0 for none."
+    if (rl.aggregation == "sequence-sum") != (rl.aggregation_length > 0):
+        yield (
+            f"{show('rl.aggregation')} with {show('rl.aggregation_length')}: sequence-sum divides by that length, and nothing else does. "
+            f'Use rl.aggregation_length = {rollout.max_sequence_tokens} with rl.aggregation = "sequence-sum", or 0 with another.'
+        )
+    if rl.kl_in == "reward" and rl.kl_estimator == "unbiased":
+        yield f'{show("rl.kl_estimator")} is k3 with another gradient, and {show("rl.kl_in")} has none. Use rl.kl_estimator = "k1" or "k3".'
+    if rl.overlong_buffer_tokens >= rollout.max_sequence_tokens:
+        yield (
+            f"{show('rl.overlong_buffer_tokens')} leaves no length without punishment, as {show('rollout.max_sequence_tokens')}. "
+            f"Use less, such as {rollout.max_sequence_tokens // 5}."
+        )
+
+
 
 
 def _model_rules(loaded: Loaded) -> Iterator[str]:

@@ -131,23 +131,77 @@ class RlConfig(OptimizerFields):
     sequences_per_step: Positive = Field(default=64, description="rollouts in one step, over all groups")
     minibatches: Positive = Field(default=1, description="optimizer updates per step and epoch")
     epochs: Positive = 1
-    advantage: Literal["group", "group-mean"] = Field(
+    advantage: Literal["group", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = Field(
         default="group",
-        description="group: divided by the group's standard deviation; group-mean: not",
+        description="group: GRPO, divided by the group's standard deviation; group-mean: Dr.GRPO, not; rloo: against the mean of the "
+        "others; reinforce++: no group, whitened over the step; reinforce++-baseline: less the group's mean, then whitened; gae: a critic",
     )
+    credit: Literal["sequence", "turn", "token"] = Field(
+        default="sequence",
+        description="what gets an advantage of its own: the rollout, each assistant turn, or each token (discounted rewards from there on)",
+    )
+    gamma: Probability = Field(default=1.0, description="discount of rewards, per turn or token as rl.credit says")
+    gae_lambda: Probability = Field(default=1.0, description="lambda of generalized advantage estimation; 1: no bias from the critic")
+    value_clip: Annotated[float, Field(ge=0)] = Field(default=0.2, description="how far a critic's value may move in one step; 0: any")
+    whiten_advantages: bool = Field(default=False, description="mean 0 and variance 1 over all trained tokens of the step")
+    overlong_buffer_tokens: NonNegative = Field(
+        default=0,
+        description="DAPO's soft punishment: reward falls over this many last tokens of rollout.max_sequence_tokens; 0: none",
+    )
+    overlong_penalty: Annotated[float, Field(ge=0)] = Field(default=1.0, description="what a conversation of full length loses by it")
     drop_uniform_groups: bool = Field(default=True, description="leave out groups whose rewards are all equal; they carry no signal")
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    surrogate: Literal["ppo", "gspo", "cispo"] = Field(
+        default="ppo",
+        description="ppo: a token's ratio is clipped; gspo: its sequence's; cispo: the clipped ratio weighs REINFORCE",
+    )
+    clip_low: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="ratios are clipped at 1 - clip_low; 1: not from below")
+    clip_high: Annotated[float, Field(gt=0)] = Field(default=0.28, description="ratios are clipped at 1 + clip_high")
+    dual_clip: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="where the advantage is negative, ratios above this lose no more, 3.0 is usual; 0: off",
+    )
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = Field(
+        default="token-mean",
+        description="mean over all tokens of an update; over sequences of each one's mean; or of each one's sum / rl.aggregation_length",
+    )
+    aggregation_length: NonNegative = Field(default=0, description="Dr.GRPO's constant that sequence-sum divides by, in tokens")
+    old_logp: Literal["auto", "scored"] = Field(
+        default="auto",
+        description="auto: an on-policy update takes the current log-prob as the old one, ratio 1; scored: always a pass of its own, "
+        "which lets the noise of two passes into the ratio",
+    )
     entropy_coef: float = 0.0
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
-        description="weight of KL to the initial policy in the loss; 0: no reference is kept",
+        description="weight of KL to the initial policy; 0: no reference is kept",
     )
-    correction: Literal["none", "tis"] = Field(
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where the KL goes: into the loss, or off each token's reward")
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
+        default="k3",
+        description="how KL is estimated from the sampled tokens; unbiased: k3 times the importance ratio (DeepSeek-V3.2), loss only",
+    )
+    correction: Literal[
+        "none", "tis", "mis", "icepop", "seq-is", "seq-tis", "seq-mis", "geo-tis", "geo-mis", "geo-rs", "geo-rs-tis", "geo-rs-seq-tis"
+    ] = Field(
         default="tis",
-        description="token-level truncated importance sampling between trainer and engine",
+        description="how the loss makes up for log-probs that differ between trainer and engine; docs/rollout_correction.md lists them",
     )
-    correction_cap: Annotated[float, Field(ge=1)] = 2.0
+    correction_cap: Annotated[float, Field(ge=1)] = Field(default=2.0, description="weights above it are truncated or masked")
+    correction_floor: Annotated[float, Field(gt=0, le=1)] = Field(default=0.5, description="weights below it are masked (icepop, geo-mis)")
+    reject_low: Annotated[float, Field(gt=0, le=1)] = Field(default=0.999, description="geo-rs: least geometric ratio of a sequence")
+    reject_high: Annotated[float, Field(ge=1)] = Field(default=1.001, description="geo-rs: largest geometric ratio of a sequence")
+    correction_veto: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="a token whose trainer/engine ratio is below this rejects its sequence, 1e-4 is usual; 0: off",
+    )
+    correction_normalize: bool = Field(
+        default=False,
+        description="divide weights by their mean over the update; an on-policy update then scores first",
+    )
+    max_unusable_fraction: Probability = Field(
+        default=0.001,
+        description="share of trained tokens with an infinite or NaN log-prob above which the run stops; below it they are masked",
+    )
 
 
 class RolloutConfig(Section):

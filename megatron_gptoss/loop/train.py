@@ -9,20 +9,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.config.schema import Config
 from megatron_gptoss.loop.evaluate import evaluate
 from megatron_gptoss.loop.parity import check_parity
 from megatron_gptoss.loop.session import Session, open_session
+from megatron_gptoss.loop.worst import write_worst
 from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.obs.report import write_report
-from megatron_gptoss.rl.advantages import Kept, keep_informative
-from megatron_gptoss.rl.samples import make_samples
+from megatron_gptoss.rl.advantages import AdvantageRule, Kept, keep_informative
+from megatron_gptoss.rl.kl_reward import kl_rewards
+from megatron_gptoss.rl.samples import is_trained, make_samples
 from megatron_gptoss.rollout.archive import write_archive
 from megatron_gptoss.trainer.how import Update
-from megatron_gptoss.types import RolloutGroup, Sample, StepStats
+from megatron_gptoss.types import RolloutGroup, StepStats
 
 SHOWN_ROLLOUTS = 3
 
@@ -33,8 +36,7 @@ def run_training(loaded: Loaded, plan: RunPlan) -> None:
         for step in steps(session):
             groups = take_rollouts(session, step)
             kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
-            samples = make_samples(kept.groups, divide_by_std=session.config.rl.advantage == "group")
-            stats = update(session, step, samples) if samples else measure(session, groups)
+            stats = update(session, step, kept.groups) if has_samples(kept.groups) else measure(session, groups)
             publish(session, stats)
             record(session, step, groups, kept, stats)
             save_and_evaluate_if_due(session, step)
@@ -89,18 +91,37 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
     return groups
 
 
-def update(session: Session, step: int, samples: Sequence[Sample]) -> StepStats:
-    """Score when the update is not on-policy, then update."""
-    c = session.config
-    batch = session.pack(samples, minibatches=c.rl.minibatches)
+def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepStats:
+    """Score when the update is not on-policy or its rewards need log-probs, then update."""
+    c, rule = session.config, advantage_rule(session.config)
+    batch = session.pack(make_samples(groups, rule), minibatches=c.rl.minibatches)
+    kl_in_reward, kl_ref = c.rl.kl_coef > 0.0 and c.rl.kl_in == "reward", None
     with session.clock("score"):
-        old = None if session.plan.on_policy else session.world.score(batch, c.rollout.temperature)
+        old = session.world.score(batch, c.rollout.temperature) if kl_in_reward or not session.plan.on_policy else None
+        if old is not None and kl_in_reward:
+            ref = session.world.score(batch, c.rollout.temperature, reference=True)
+            paid = kl_rewards(session.world.by_microbatch(batch, old, ref), estimator=c.rl.kl_estimator, coef=c.rl.kl_coef)
+            kl_ref = -sum(map(sum, paid.values())) / c.rl.kl_coef / sum(map(len, paid.values()))
+            # The same lengths give the same packing, so what was scored still fits.
+            batch = session.pack(make_samples(groups, rule, token_rewards=paid), minibatches=c.rl.minibatches)
+    if session.plan.on_policy:
+        old = None  # the update's own log-probs, detached: a ratio of exactly 1
     how = Update(policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}")
     with session.clock("update"):
         stats = session.world.update(batch, how, old)
     session.note_skip(step, stats)
     session.show_memory()
-    return stats
+    return stats if kl_ref is None else replace(stats, kl_ref=kl_ref)
+
+
+def advantage_rule(config: Config) -> AdvantageRule:
+    """The configuration's words about advantages."""
+    given = {field.name: getattr(config.rl, field.name) for field in fields(AdvantageRule) if field.name != "max_sequence_tokens"}
+    return AdvantageRule(**given, max_sequence_tokens=config.rollout.max_sequence_tokens)
+
+
+def has_samples(groups: Sequence[RolloutGroup]) -> bool:
+    return any(is_trained(rollout) for group in groups for rollout in group.rollouts)
 
 
 def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | None:
@@ -108,7 +129,7 @@ def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | Non
 
     None when no rollout has a token to measure.
     """
-    samples = make_samples(groups, divide_by_std=False)
+    samples = make_samples(groups, AdvantageRule("group-mean"))
     if not samples:
         return None
     how = Update(policy=session.config.rl, temperature=session.config.rollout.temperature)
@@ -141,6 +162,8 @@ def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Ke
     values["policy/version"] = session.progress.policy_version
     session.progress = replace(session.progress, step=step)
     session.metrics.write(step, values)
+    if stats is not None and stats.worst:
+        write_worst(session.dir.path / "worst_tokens.jsonl", step, stats.worst, groups, session.tokenizer)
     session.console.step(step, session.config.run.steps, values)
 
 
@@ -158,6 +181,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], kept: Kept) -> dict[str, flo
         "rollout/tool_calls_mean": sum(r.num_tool_calls for r in rollouts) / n,
         "rollout/groups_informative": float(len(kept.groups)),
         "rollout/groups_uniform": float(kept.dropped_uniform),
+        "rollout/groups_uniform_solved": float(kept.dropped_solved),
+        "rollout/groups_uniform_failed": float(kept.dropped_failed),
     }
     values |= {f"label/{name}": count / n for name, count in sorted(labels.items())}
     values |= {f"stop/{name}": count / n for name, count in sorted(stops.items())}
@@ -187,6 +212,7 @@ def step_metrics(stats: StepStats | None) -> dict[str, float]:
         "mismatch/ess": stats.ess,
         "mismatch/truncated_fraction": stats.truncated_fraction,
     }
+    values |= {measure.name: measure.value for measure in stats.measures}
     return values | ({"grad/norm": stats.grad_norm} if stats.num_updates or stats.skipped else {})
 
 

@@ -168,7 +168,7 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
                 predict.append(base + t - 1)
                 target.append(sample.token_ids[t])
                 owner.append(s)
-                advantage.append(sample.advantage)
+                advantage.append(sample.token_advantages[t] if sample.token_advantages else sample.advantage)
                 engine_logp.append(sample.engine_logp[t])
     batch = MicroBatch(
         names=tuple(s.name for s in samples),

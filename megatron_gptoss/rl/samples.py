@@ -1,32 +1,77 @@
-"""From rollout groups with advantages to training samples.
+"""From rollout groups to training samples with advantages.
 
-In: rollout groups. Out: samples, in the order of the groups. Rollouts without a sampled token, or aborted ones, give no sample.
+In: rollout groups, and the rule for advantages. Out: samples, in the order of the groups. Rollouts without a sampled token, or aborted
+ones, give no sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
-from megatron_gptoss.rl.advantages import group_advantages
-from megatron_gptoss.types import RolloutGroup, Sample
+from megatron_gptoss.rl.advantages import AdvantageRule, Credited, Episode, credit
+from megatron_gptoss.rl.shaping import overlong_penalty
+from megatron_gptoss.types import Rollout, RolloutGroup, Sample
+
+PerToken = Mapping[str, Sequence[float]]  # sample name -> one number for each trained token
 
 
-def make_samples(groups: Sequence[RolloutGroup], *, divide_by_std: bool) -> list[Sample]:
-    """One sample per rollout that can be trained on. The group's statistics count all of its rollouts, also those that give no sample."""
-    samples = []
-    for group in groups:
-        advantages = group_advantages([r.reward for r in group.rollouts], divide_by_std=divide_by_std)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            if rollout.stop_reason == "aborted" or not any(rollout.sampled):
-                continue
-            rollout.check()
-            samples.append(
-                Sample(
-                    name=f"{rollout.prompt.id}#{rollout.index}",
-                    token_ids=rollout.token_ids,
-                    trained=rollout.sampled,
-                    engine_logp=rollout.logp,
-                    advantage=advantage,
-                )
-            )
-    return samples
+def sample_name(rollout: Rollout) -> str:
+    return f"{rollout.prompt.id}#{rollout.index}"
+
+
+def is_trained(rollout: Rollout) -> bool:
+    return rollout.stop_reason != "aborted" and any(rollout.sampled)
+
+
+def make_samples(groups: Sequence[RolloutGroup], rule: AdvantageRule, *, token_rewards: PerToken | None = None) -> list[Sample]:
+    """One sample per rollout that can be trained on. A group's statistics count all of its rollouts, also those that give no sample.
+
+    `token_rewards`: what is earned with each trained token beside the rollout's reward, for the samples that have any.
+    """
+    credited = credit_groups(groups, rule, token_rewards=token_rewards)
+    trained = [rollout for group in groups for rollout in group.rollouts if is_trained(rollout)]
+    return [_sample(rollout, advantage) for rollout, advantage in zip(trained, credited.advantages, strict=True)]
+
+
+def credit_groups(
+    groups: Sequence[RolloutGroup], rule: AdvantageRule, *, token_rewards: PerToken | None = None, values: PerToken | None = None
+) -> Credited:
+    """Advantages, and a critic's targets, of the rollouts that give samples, in order. `values`: a critic's, by sample name."""
+    rewards, expected = token_rewards or {}, values or {}
+
+    def episode(rollout: Rollout) -> Episode:
+        name = sample_name(rollout)
+        shaping = overlong_penalty(
+            len(rollout.token_ids), limit=rule.max_sequence_tokens, buffer=rule.overlong_buffer_tokens, penalty=rule.overlong_penalty
+        )
+        return Episode(
+            reward=rollout.reward + shaping,
+            turns=turn_lengths(rollout.sampled),
+            token_rewards=tuple(rewards.get(name, ())),
+            values=tuple(expected.get(name, ())),
+            trained=is_trained(rollout),
+        )
+
+    return credit([[episode(r) for r in group.rollouts] for group in groups], rule)
+
+
+def turn_lengths(sampled: Sequence[bool]) -> tuple[int, ...]:
+    """Sampled tokens of each assistant turn. Between two turns stand tokens that were not sampled."""
+    return tuple(sum(1 for _ in run) for flag, run in groupby(sampled) if flag)
+
+
+def _sample(rollout: Rollout, advantage: float | list[float]) -> Sample:
+    rollout.check()
+    each: list[float] = []
+    if isinstance(advantage, list):
+        coming = iter(advantage)
+        each = [next(coming) if flag else 0.0 for flag in rollout.sampled]
+    return Sample(
+        name=sample_name(rollout),
+        token_ids=rollout.token_ids,
+        trained=rollout.sampled,
+        engine_logp=rollout.logp,
+        advantage=0.0 if isinstance(advantage, list) else advantage,
+        token_advantages=tuple(each),
+    )

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,19 @@ class TrainingWorld:
     def resume(self, path: Path) -> Progress:
         return self._same("load the checkpoint", "resume", str(path))[0]
 
-    def score(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], temperature: float) -> list:
-        """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]."""
-        scores = self._all("score", "score", [([m[d] for m in minibatches], temperature) for d in self._data])
+    def score(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], temperature: float, *, reference: bool = False) -> list:
+        """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]. `reference`: of the reference
+        policy instead of the current one."""
+        scores = self._all("score", "score", [([m[d] for m in minibatches], temperature, reference) for d in self._data])
         return [scores[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)]
+
+    @staticmethod
+    def by_microbatch(minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *scored: list) -> Iterator[tuple]:
+        """(microbatch, its log-probs in each of `scored`): what `score` returned for these minibatches, put beside them."""
+        for m, minibatch in enumerate(minibatches):
+            for d, batches in enumerate(minibatch):
+                for j, batch in enumerate(batches):
+                    yield batch, *(scores[d][m][j].logp_N for scores in scored)
 
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""

@@ -15,7 +15,7 @@ import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,15 +36,31 @@ from megatron_gptoss.model.build import attention_options, build_model, freeze_a
 from megatron_gptoss.model.gpt_oss import packed_params
 from megatron_gptoss.parallel.context import LocalBatch, take_shard
 from megatron_gptoss.parallel.shape import ParallelShape
-from megatron_gptoss.rl.correction import correct
-from megatron_gptoss.rl.diagnostics import Totals
-from megatron_gptoss.rl.losses import nll_loss, ppo_loss
+from megatron_gptoss.rl.aggregate import UpdateTotals, count
+from megatron_gptoss.rl.correction import correct, mean_weight, weight_sums
+from megatron_gptoss.rl.diagnostics import Totals, mismatch_measures, require_on_policy, too_many_unusable
+from megatron_gptoss.rl.losses import nll_loss
+from megatron_gptoss.rl.objective import correction_recipe, objective
+from megatron_gptoss.rl.tokens import Tokens, tokens_of
+from megatron_gptoss.rl.worst import worst_of, worst_rows, worst_tokens
 from megatron_gptoss.trainer.how import TokenScores, Update
 from megatron_gptoss.trainer.optimizer import guarded_step, make_optimizer, make_schedule
-from megatron_gptoss.types import MicroBatch, StepStats
+from megatron_gptoss.types import MicroBatch, StepStats, WorstToken
 
 Record = TypeVar("Record", LocalBatch, TokenScores)
 Minibatch = Sequence[MicroBatch]  # this rank's microbatches of one optimizer update
+
+
+@dataclass
+class Known:
+    """What is known of a minibatch before its update, and where the pass puts what it measures. Lists: an entry for each microbatch."""
+
+    tokens: list[Tokens]
+    totals: UpdateTotals
+    old: Sequence[TokenScores] | None  # of the whole microbatch, as `ref`; None: the update is on-policy
+    ref: Sequence[TokenScores] | None
+    measured: Totals
+    worst: list[Tensor] = field(default_factory=list)
 
 
 class Trainer:
@@ -238,45 +254,91 @@ class Trainer:
         on_policy = old is None
         assert not on_policy or how.policy is None or (epochs == 1 and len(minibatches) == 1)
         ref: list[list[TokenScores]] | None = None
-        if how.policy is not None and how.policy.kl_coef > 0.0:
+        if _needs_reference(how):
             ref = [self.score(m, temperature=how.temperature, reference=True) for m in minibatches]
         first, every = Totals.empty(self.device), Totals.empty(self.device)  # first epoch: the policy that sampled; every: the updates
         norms: list[float] = []
+        worst: list[WorstToken] = []
         stepped, problem = True, ""
         for epoch, i in ((e, i) for e in range(epochs) for i in range(len(minibatches))):
-            old_i, ref_i = old[i] if old is not None else None, ref[i] if ref is not None else None
-            totals = self._accumulate(minibatches[i], how, old_i, ref_i)
+            known = self._known(minibatches[i], how, old[i] if old is not None else None, ref[i] if ref is not None else None)
+            totals = self._accumulate(minibatches[i], how, known)
+            if on_policy and how.policy is not None:
+                require_on_policy(totals)
             every.merge(totals)
             if epoch == 0:
                 first.merge(totals)
+                worst += worst_tokens(known.worst, minibatches[i])
             norm, stepped = self._step(totals)
             norms.append(norm)
             if not stepped:
-                problem = self._explain(minibatches[i], how, old_i, ref_i)
+                problem = self._explain(minibatches[i], how, known)
                 break
         self._count_skips(stepped, problem)
         made = len(norms) - (not stepped)
-        return self._stats(first, every, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
+        return self._stats(first, every, worst, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
 
     @torch.no_grad()
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
         """What an update would measure, without making one: for a step whose rollouts have nothing to teach."""
-        totals = Totals.empty(self.device)
-        ref = None
-        if how.policy is not None and how.policy.kl_coef > 0.0:
-            ref = self.score(minibatch, temperature=how.temperature, reference=True)
+        ref = self.score(minibatch, temperature=how.temperature, reference=True) if _needs_reference(how) else None
+        known = self._known(minibatch, how, None, ref)
 
         def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
-            return self._loss(local, scores, how, None, ref[j] if ref else None, totals)
+            return self._loss(j, local, scores, how, known)
 
         if minibatch:
             self._passes(minibatch, how.temperature, add, backward=False)
-        self._over_ranks(totals)
-        return self._stats(totals, totals, grad_norm=0.0, num_updates=0, skipped=False, problem="")
+        self._over_ranks(known.measured)
+        self._require_usable(known.measured, how)
+        worst = worst_tokens(known.worst, minibatch)
+        return self._stats(known.measured, known.measured, worst, grad_norm=0.0, num_updates=0, skipped=False, problem="")
 
-    def _stats(self, first: Totals, every: Totals, *, grad_norm: float, num_updates: int, skipped: bool, problem: str) -> StepStats:
+    def _known(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None) -> Known:
+        """Count the tokens and sequences of a minibatch over all ranks; with normalised weights, their mean too, from a scoring pass."""
+        tokens = [self._tokens(batch) for batch in minibatch]
+        sums = count(tokens).to(self.device)
+        self._over_data(sums)
+        totals = UpdateTotals(*sums.tolist())
+        if how.policy is not None and how.policy.correction_normalize:
+            scored = old if old is not None else self.score(minibatch, temperature=how.temperature)
+            recipe, weights = correction_recipe(how.policy), torch.zeros(2, dtype=torch.float64, device=self.device)
+            for batch, of_batch, score in zip(minibatch, tokens, scored, strict=True):
+                local = self._local(batch)
+                logp_N = self._here(score).logp_N[local.mine_M]
+                usable_N = logp_N.isfinite() & local.engine_logp_M.isfinite()
+                weights += weight_sums(recipe, correct(recipe, logp_N, local.engine_logp_M, of_batch, usable_N), of_batch)
+            self._over_data(weights)
+            totals = replace(totals, weight_mean=mean_weight(weights))
+        return Known(tokens, totals, old, ref, Totals.empty(self.device))
+
+    def _tokens(self, batch: MicroBatch) -> Tokens:
+        """Which trained tokens this rank has, and how they add up over a sequence that several ranks share."""
+        cp = self.groups.cp
+        shard = take_shard(batch, rank=cp.rank(), ranks=cp.size(), multiple=self.shape.padding_multiple)
+
+        def across(x: Tensor) -> Tensor:
+            if cp.size() > 1:
+                dist.all_reduce(x, group=cp)
+            return x
+
+        return tokens_of(batch, shard.mine_M).to(self.device, across)
+
+    def _stats(
+        self,
+        first: Totals,
+        every: Totals,
+        worst: list[WorstToken],
+        *,
+        grad_norm: float,
+        num_updates: int,
+        skipped: bool,
+        problem: str,
+    ) -> StepStats:
+        everyone: list[list[WorstToken]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, worst)
         return StepStats(
-            loss=first.mean("loss"),
+            loss=first.mean("loss", "tokens"),
             grad_norm=grad_norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             num_tokens=int(first.sum("tokens")),
@@ -293,7 +355,20 @@ class Trainer:
             ess=first.ess,
             truncated_fraction=first.mean("truncated"),
             problem=problem,
+            measures=mismatch_measures(first),
+            worst=tuple(worst_of(token for found in everyone for token in found)),
         )
+
+    def _over_data(self, sums: Tensor) -> None:
+        """Add up what each rank knows of its own tokens."""
+        group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+
+    def _require_usable(self, totals: Totals, how: Update) -> None:
+        """`totals` are already the same on all ranks, so all stop together."""
+        if how.policy is not None and (trouble := too_many_unusable(totals, how.policy.max_unusable_fraction)):
+            raise TrainerFailed(f"{how.label or 'measuring'}: {trouble}")
 
     def _over_ranks(self, totals: Totals) -> None:
         others_data: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -302,61 +377,42 @@ class Trainer:
                 dist.all_reduce(totals.sums, group=group)
                 dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
 
-    def _accumulate(
-        self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None
-    ) -> Totals:
+    def _accumulate(self, minibatch: Minibatch, how: Update, known: Known) -> Totals:
         """Forward and backward over the microbatches. Returns totals over all ranks; gradients are reduced and divided by all tokens."""
-        totals = Totals.empty(self.device)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
-            return self._loss(local, scores, how, old[j] if old else None, ref[j] if ref else None, totals)
+            return self._loss(j, local, scores, how, known)
 
         self._passes(minibatch, how.temperature, add, backward=True)
-        self._over_ranks(totals)
-        return totals
+        self._over_ranks(known.measured)
+        self._require_usable(known.measured, how)
+        return known.measured
 
-    def _loss(
-        self,
-        batch: LocalBatch,
-        scores: Tensor,
-        how: Update,
-        old: TokenScores | None,
-        ref: TokenScores | None,
-        totals: Totals,
-    ) -> Tensor:
-        """The loss of this rank's part of a microbatch, summed over its tokens; what it measures is added to `totals`. `old` and `ref` are
-        of the whole microbatch; from here on N are this rank's tokens."""
+    def _loss(self, j: int, batch: LocalBatch, scores: Tensor, how: Update, known: Known) -> Tensor:
+        """The loss of this rank's part of microbatch j, summed over its tokens; what it measures is added to `known`. From here on N are
+        this rank's tokens."""
         logp_N, entropy_N = scores[0], scores[1]
-        before_N = self._here(old).logp_N[batch.mine_M] if old is not None else logp_N.detach()
         if how.policy is None:
             loss_sum = nll_loss(logp_N, batch.advantage_M)
-            ones_N, none_N = torch.ones_like(before_N), torch.zeros_like(before_N)
-            totals.add(
-                loss_sum=loss_sum, logp_N=before_N, engine_logp_N=before_N, entropy_N=entropy_N, ratio_N=ones_N,
-                clipped_N=none_N, kl_ref_N=none_N, weight_N=ones_N, truncated_N=none_N,
-            )  # fmt: skip
+            known.measured.add_likelihood(loss_sum, entropy_N)
             return loss_sum
-        policy = how.policy
-        correction = correct(policy.correction, before_N, batch.engine_logp_M, cap=policy.correction_cap)
-        result = ppo_loss(
-            logp_N,
-            before_N,
-            batch.advantage_M,
-            correction.weight_N,
-            clip_low=policy.clip_low,
-            clip_high=policy.clip_high,
+        tokens = known.tokens[j]
+        found = objective(
+            how.policy,
+            tokens,
+            known.totals,
+            logp_N=logp_N,
             entropy_N=entropy_N,
-            entropy_coef=policy.entropy_coef,
-            ref_logp_N=self._here(ref).logp_N[batch.mine_M] if ref is not None else None,
-            kl_coef=policy.kl_coef,
+            old_logp_N=self._here(known.old[j]).logp_N[batch.mine_M] if known.old is not None else None,
+            engine_logp_N=batch.engine_logp_M,
+            advantage_N=batch.advantage_M,
+            ref_logp_N=self._here(known.ref[j]).logp_N[batch.mine_M] if known.ref is not None else None,
         )
-        totals.add(
-            loss_sum=result.loss_sum, logp_N=before_N, engine_logp_N=batch.engine_logp_M, entropy_N=entropy_N, ratio_N=result.ratio_N,
-            clipped_N=result.clipped_N, kl_ref_N=result.kl_ref_N, weight_N=correction.weight_N, truncated_N=correction.truncated_N,
-        )  # fmt: skip
-        return result.loss_sum
+        known.measured.add(found, tokens)
+        known.worst.append(worst_rows(found, tokens, j))
+        return found.loss_sum
 
     def _step(self, totals: Totals) -> tuple[float, bool]:
         """The optimizer step, unless the loss or the gradient norm is not finite. `totals` are already the same on all ranks."""
@@ -370,7 +426,7 @@ class Trainer:
 
     # -- when a value is not finite ------------------------------------------------------------------------------------------------------
 
-    def _explain(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None) -> str:
+    def _explain(self, minibatch: Minibatch, how: Update, known: Known) -> str:
         """Find the microbatch, and the rank that holds it, whose loss or gradient is not finite; dump it; say so on every rank.
 
         Each rank looks at its own microbatches one by one, before anything is reduced. Runs only after a fault, and costs a pass.
@@ -379,10 +435,10 @@ class Trainer:
         for j, batch in enumerate(minibatch):
             self.model.zero_grad_buffer()
             own_totals = Totals.empty(self.device)
-            old_j, ref_j = old[j] if old else None, ref[j] if ref else None
+            alone = replace(known, measured=own_totals, worst=[])
 
-            def add(_: int, local: LocalBatch, scores: Tensor, old_j=old_j, ref_j=ref_j, own_totals=own_totals) -> Tensor:
-                return self._loss(local, scores, how, old_j, ref_j, own_totals)
+            def add(_: int, local: LocalBatch, scores: Tensor, j=j, alone=alone) -> Tensor:
+                return self._loss(j, local, scores, how, alone)
 
             with self.model.no_sync(), self._unreduced():
                 self._passes([batch], how.temperature, add, backward=True)
@@ -425,6 +481,10 @@ class Trainer:
                 f"{self.skipped_in_a_row} updates in a row were skipped because values were not finite "
                 f"(trainer.max_skipped_updates = {self.config.max_skipped_updates}). The last one: {problem}"
             )
+
+
+def _needs_reference(how: Update) -> bool:
+    return how.policy is not None and how.policy.kl_coef > 0.0 and how.policy.kl_in == "loss"
 
 
 def _plain(value: object) -> object:

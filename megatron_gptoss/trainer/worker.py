@@ -147,9 +147,9 @@ class TrainerWorker:
         t.skipped_in_a_row = progress.skipped_in_a_row
         return progress
 
-    def score(self, minibatches: Sequence[Minibatch], temperature: float) -> list[list[TokenScores]]:
+    def score(self, minibatches: Sequence[Minibatch], temperature: float, reference: bool = False) -> list[list[TokenScores]]:
         """Of the ranks that share a model only the first answers; all have the same."""
-        scores = [self.trainer.score(m, temperature=temperature) for m in minibatches]
+        scores = [self.trainer.score(m, temperature=temperature, reference=reference) for m in minibatches]
         shape = self.settings.shape
         return scores if self.rank == shape.first_rank(shape.data_index(self.rank)) else []
 

@@ -104,7 +104,7 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_names(tmp_path):
         ("[run]\nsteps = 4.5", ["run.steps = 4.5", "a.toml:2", "a whole number, greater than 0", "steps = 40"]),
         ("[run]\nsteps = true", ["run.steps = true", "it is true/false"]),
         ("[rollout]\ndeterministic = 1", ["rollout.deterministic = 1", "true or false", "deterministic = false"]),
-        ("[rl]\nclip_low = 1.5", ["rl.clip_low = 1.5", "greater than 0 and less than 1"]),
+        ("[rl]\nclip_low = 1.5", ["rl.clip_low = 1.5", "greater than 0 and at most 1"]),
         ("[rl]\nlr = inf", ["rl.lr = inf", "a number, greater than 0"]),
         ('[rollout]\ndtype = "bfloat"', ['one of "float32", "bfloat16"', 'Did you mean "bfloat16"?']),
         ('[run]\nid = "a/b"', ['run.id = "a/b"', "letters, digits"]),

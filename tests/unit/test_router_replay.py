@@ -106,7 +106,7 @@ def test_an_on_policy_update_is_clipped_under_noise_and_is_the_policy_gradient_u
     from megatron_gptoss.logprob.reference import selected_logprob
     from megatron_gptoss.model.gpt_oss import packed_params
     from megatron_gptoss.model.replay import record, replay
-    from megatron_gptoss.rl.losses import ppo_loss
+    from megatron_gptoss.rl.surrogates import ppo
 
     model = tiny(noise_seed=5)
     tokens, positions, cu_seqlens = packed_batch(LENGTHS, MODEL.vocab_size, seed=0)
@@ -122,8 +122,8 @@ def test_an_on_policy_update_is_clipped_under_noise_and_is_the_policy_gradient_u
 
     def update(logp_N, old_N):
         model.zero_grad()
-        found = ppo_loss(logp_N, old_N, advantage_N, torch.ones(T - 1), clip_low=0.2, clip_high=0.2)
-        found.loss_sum.backward()
+        found = ppo(logp_N, old_N, advantage_N, clip_low=0.2, clip_high=0.2)
+        found.loss_N.sum().backward()
         return found, gradients(model)
 
     with torch.no_grad(), record() as routing:
