@@ -32,6 +32,9 @@ ROOM = 0.95  # of a GPU: a plan of these tables keeps a twentieth free, since no
 SHARED_FRACTION = 0.3  # of a GPU: an eighth of 217.6 GiB of bf16 weights, 10 GiB of keys and values, 4.5 for the rest
 
 
+TWO_GPUS = {"parallel.data": 2, "parallel.expert": 2, "trainer.optimizer_offload": 0.75}  # the plan that `gptoss plan` tells them first
+
+
 @dataclass(frozen=True)
 class Found:
     config: Config
@@ -50,9 +53,12 @@ def tables() -> str:
 
 def _parts() -> str:
     plans = {
-        "20B, 2 GPUs": changed_config(
+        "20B, 2 GPUs": changed_config(_config("20b"), TWO_GPUS),
+        "20B, 2 GPUs, one sequence of 65,536": changed_config(
             _config("20b"),
-            {"parallel.data": 2, "parallel.expert": 2, "trainer.recompute": "full", "trainer.optimizer_offload": 0.75},
+            TWO_GPUS
+            | {"parallel.data": 1, "parallel.context": 2, "trainer.recompute": "full"}
+            | {"rollout.max_sequence_tokens": 65536, "trainer.tokens_per_microbatch": 65536},
         ),
         "20B, 4 GPUs (20b.toml)": _config("20b"),
         "20B, 8 GPUs": changed_config(_config("20b"), {"parallel.data": 8, "parallel.expert": 8, "trainer.recompute": "none"}),
@@ -72,7 +78,7 @@ def _parts() -> str:
     rows.append(["**tensors at the worst moment**", "", *(f"**{_gib(m.allocated)}** ({m.worst_phase})" for m in memories.values())])
     rows.append(["**in all, of 139.8**", "", *(f"**{_gib(m.total)}**" for m in memories.values())])
     rows.append(["in host memory, a node", "", *(_gib(host_bytes_per_node(c)) for c in plans.values())])
-    title = "### Every part of four plans, GiB on the worst rank\n"
+    title = "### Every part of five plans, GiB on the worst rank\n"
     return title + "\n" + _table(["part", "when", *plans], rows)
 
 

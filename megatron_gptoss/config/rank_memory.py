@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megatron_gptoss.config.layout import stages
-from megatron_gptoss.config.memory import BYTES, MemoryPart
+from megatron_gptoss.config.memory import BYTES, OPTIMIZER_CHUNK, MemoryPart
 from megatron_gptoss.config.schema import Config
 
 GIB = 2**30
@@ -138,14 +138,37 @@ def _weights(config: Config, held: Held) -> Iterable[MemoryPart]:
         yield MemoryPart("reference policy", held.all * b)
         # While it is scored, the current weights wait beside it.
         yield MemoryPart("current weights, while the reference is scored", held.all * b, "reference")
-    # PyTorch's AdamW makes the roots of all second moments at once. Dense and expert parameters are stepped one after the other.
-    roots = max(held.dense_updated, held.experts_updated) * BYTES[trainer.optimizer_states]
-    yield MemoryPart("AdamW's temporaries", round(roots * (1 - trainer.optimizer_offload)), "step")
+    yield MemoryPart("AdamW's temporaries", _step_temporaries(config, held), "step")
     # Megatron allocates the model, then the buffers its weights move into; the optimizer comes after that.
     yield MemoryPart("weights twice, before the optimizer is", max(held.all * b - optimizer, 0), "build")
     if config.parallel.expert > 1:
         gathered = config.model.num_local_experts * 2 * config.model.intermediate_size * config.model.hidden_size * b
         yield MemoryPart("a layer's experts, gathered and turned to be published", 2 * gathered, "publish")
+
+
+def planned_optimizer(config: Config) -> bool:
+    """Our AdamW (trainer/adamw.py) instead of PyTorch's."""
+    return config.trainer.optimizer_states != "float32" or config.trainer.optimizer_offload > 0
+
+
+def _step_temporaries(config: Config, held: Held) -> int:
+    """Dense and expert parameters are stepped one after the other. Clipping, which comes first, has one parameter's gradient twice."""
+    model, local = config.model, config.model.num_local_experts // config.parallel.expert
+    # A rank updates a stretch of all parameters in a row, so a large one may be its own alone.
+    embedding = min(model.vocab_size * model.hidden_size // config.parallel.tensor, held.dense_updated)
+    experts = min(local * 2 * model.intermediate_size * model.hidden_size, held.experts_updated)  # of a layer: one parameter
+    clipped = 4 * max(embedding, experts)
+    if not planned_optimizer(config):
+        return max(clipped, 4 * max(held.dense_updated, held.experts_updated))  # PyTorch's takes the roots of all second moments at once
+    return max(clipped, 6 * 4 * OPTIMIZER_CHUNK)  # moments in float32, noise and what is made of it
+
+
+def _host_bytes(config: Config, held: Held) -> int:
+    """States, and of the dense and the expert optimizer each: four buffers of a chunk for what travels, six for what is computed."""
+    if not config.trainer.optimizer_offload:
+        return 0
+    states = held.updated * (2 * BYTES[config.trainer.optimizer_states] + 4)  # a copy of the original even where the weight is float32
+    return round(states * config.trainer.optimizer_offload) + 2 * 10 * 4 * OPTIMIZER_CHUNK
 
 
 # ---- what comes and goes ------------------------------------------------------------------------------------------------------------
@@ -266,9 +289,8 @@ def _pass(config: Config, stage: int) -> Iterable[MemoryPart]:
 def _stage(config: Config, stage: int) -> RankMemory:
     held = held_parameters(config, stage)
     parts = (*_weights(config, held), *_pass(config, stage))
-    host = held.updated * (_state_bytes(config) + 4) * config.trainer.optimizer_offload  # the gradients go there too
-    memory = RankMemory(stage, parts, (), round(host))
-    return RankMemory(stage, parts, tuple(_overhead(config, memory)), round(host))
+    host = _host_bytes(config, held)
+    return RankMemory(stage, parts, tuple(_overhead(config, RankMemory(stage, parts, (), host))), host)
 
 
 def _overhead(config: Config, memory: RankMemory) -> Iterable[MemoryPart]:

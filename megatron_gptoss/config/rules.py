@@ -19,12 +19,10 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 # Keys, or single values of a key, that a plan understands and a run does not honour yet. Whoever builds one deletes its line here.
 # `gptoss plan` says so and goes on; the commands that run refuse.
 NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
-    "trainer.optimizer_states": None,
-    "trainer.optimizer_offload": None,
     "trainer.transformer": None,
-    "rl.advantage": ("gae",),
     "trainer.dispatcher": None,
     "cluster.share_gpus": None,
+    "rl.advantage": ("gae",),
 }
 
 
@@ -81,6 +79,8 @@ def _batch_rules(loaded: Loaded) -> Iterator[str]:
     total = sft.guess_fraction + sft.stop_fraction + sft.digit_fraction
     if total > 1 + 1e-9:  # 0.3 + 0.3 + 0.4 is a little more than 1 in floats
         yield f"{', '.join(show(p) for p in parts)} add up to {total:g}. They are shares of all demonstrations: lower one by {total - 1:g}."
+
+
 def _rl_rules(loaded: Loaded) -> Iterator[str]:
     """What the parts of a policy update ask of each other."""
     rl, rollout, show = loaded.config.rl, loaded.config.rollout, loaded.show
@@ -104,8 +104,6 @@ def _rl_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('rl.overlong_buffer_tokens')} leaves no length without punishment, as {show('rollout.max_sequence_tokens')}. "
             f"Use less, such as {rollout.max_sequence_tokens // 5}."
         )
-
-
 
 
 def _model_rules(loaded: Loaded) -> Iterator[str]:
