@@ -2,8 +2,18 @@
 
     python tools/bench_train.py configs/20b.toml --parallel.data=1 --parallel.expert=1 --trainer.attention=flash --trainer.recompute=full \\
         --tokens 16384 --sequence 8192 --without-optimizer --profile --json 20b.json
-    torchrun --standalone --nproc-per-node 2 tools/bench_train.py configs/20b.toml --parallel.data=2 --parallel.expert=2
     python tools/bench_train.py configs/tiny.toml               # on a CPU: does it run?
+
+A whole step of the 20B on two H200s of one host with 256 GiB (docs/memory.md says why this plan), and one sequence of 65,536 tokens:
+
+    python3 -m torch.distributed.run --standalone --nproc-per-node 2 tools/bench_train.py configs/20b.toml --parallel.data=2 \
+        --parallel.expert=2 --trainer.optimizer_states=float32 --trainer.optimizer_offload=0.75 --trainer.threads_per_rank=16 \
+        --trainer.attention=flash --trainer.attention_windowed=triton --trainer.experts=grouped --trainer.logprob=fused \
+        --tokens 16384 --sequence 8192 --json 20b-step.json
+    python3 -m torch.distributed.run --standalone --nproc-per-node 2 tools/bench_train.py configs/20b.toml --parallel.data=1 \
+        --parallel.context=2 --parallel.expert=2 --trainer.recompute=full --trainer.optimizer_states=float32 \
+        --trainer.optimizer_offload=0.75 --trainer.threads_per_rank=16 --trainer.attention=flash --trainer.attention_windowed=triton \
+        --trainer.experts=grouped --trainer.logprob=fused --tokens 65536 --sequence 65536 --json 20b-65k.json
 
 In: TOML files and dotted flags as `gptoss train` takes them, and what to time. Out: a table, and JSON from rank 0. Trainer, model, groups
 and packing are those of training; only weights and tokens are random. Each rank makes its weights on its own device, with the distributions
@@ -22,6 +32,9 @@ K experts that it visits; the output head only for tokens that are predicted), a
 full layer n (n + 1) / 2 of them in a sequence of n and a windowed one at most `sliding_window` a query. Backward twice as many. (Tools
 that time attention alone count 2.5 times, since no kernel does with less.) Peak: the best of ten products of 8192^3 in the same dtype, on
 the same GPU, in this run. Milliseconds are medians of the slowest rank's; memory is the worst rank's peak.
+
+With the optimizer, peak memory since the process started, building and compiling included, is set beside what `gptoss plan` predicts for
+this load (and for balanced routing without its imbalance), as the first step of a run does.
 """
 
 from __future__ import annotations
@@ -30,25 +43,30 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_gptoss.config.fit import changed_config
 from megatron_gptoss.config.layout import layer_multiplications, stages, world_size
 from megatron_gptoss.config.load import load, parse_flags
 from megatron_gptoss.config.memory import count_parameters
+from megatron_gptoss.config.rank_memory import GIB, RankMemory, trainer_memory
 from megatron_gptoss.config.rules import not_built_yet
 from megatron_gptoss.config.schema import Config, ModelConfig
 from megatron_gptoss.errors import ConfigError, GptossError
+from megatron_gptoss.obs.plan_table import predicted_and_measured
+from megatron_gptoss.types import PeakMemory
 
 if TYPE_CHECKING:  # torch must not be imported before the environment says what Megatron needs on a CPU
     import torch
@@ -81,6 +99,16 @@ class Phase:
     tflops_per_gpu: float | None
     share_of_peak: float | None
     peak_gib: float | None  # allocated at once, on the worst rank
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the rank whose tensors took most."""
+
+    rank: int
+    predicted: RankMemory  # of its pipeline stage
+    measured: PeakMemory | None  # None on a CPU
+    host_bytes: int  # the largest resident set of any rank's process
 
 
 @dataclass(frozen=True)
@@ -155,9 +183,11 @@ def bench(options: argparse.Namespace, config: Config) -> int:
             trainer = make_trainer(
                 config, shape, with_optimizer=not options.without_optimizer, wide_gradients=options.gradients == "float32"
             )
-            phases, kernels = measure(trainer, config, given, options, peak)
+            peaks = Peaks(on_gpu)
+            phases, kernels = measure(trainer, config, given, options, peak, peaks)
+            memory = fullest(peaks, as_loaded(config, given, options))
         if rank == 0:
-            report(config, given, options, peak, phases, kernels)
+            report(config, given, options, peak, phases, kernels, memory)
     finally:
         destroy_groups()
     return 0
@@ -342,7 +372,47 @@ def timed[T](work: Callable[[], T]) -> tuple[T, float]:
     return result, (time.perf_counter() - start) * 1e3
 
 
-def measure(trainer: Trainer, config: Config, given: Load, options: argparse.Namespace, peak: float) -> tuple[list[Phase], list[Kernel]]:
+class Peaks:
+    """The most this process's GPU has held, although each phase's peak is measured from its own start."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu, self.most = on_gpu, PeakMemory(0, 0, 0)
+
+    def note(self) -> int:
+        """Bytes of tensors at the peak since the last call, or since the process started."""
+        import torch
+
+        if not self.on_gpu:
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        now = PeakMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free)
+        self.most = PeakMemory(*map(max, zip(astuple(self.most), astuple(now), strict=True)))
+        torch.cuda.reset_peak_memory_stats()
+        return now.allocated
+
+
+def as_loaded(config: Config, given: Load, options: argparse.Namespace) -> Config:
+    """The configuration whose plan is this run's: its packs, its routing, and no reference policy."""
+    even = {"parallel.expert_imbalance": 1.0} if options.routing == "balanced" else {}
+    pack = {"trainer.tokens_per_microbatch": given.sequences * given.length, "rollout.max_sequence_tokens": given.length}
+    return changed_config(config, {**pack, **even, "rl.kl_coef": 0.0})
+
+
+def fullest(peaks: Peaks, config: Config) -> Memory:
+    """The same on all ranks."""
+    import torch
+
+    ranks = torch.distributed.get_world_size()
+    found: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(found, (peaks.most, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    rank = max(range(ranks), key=lambda r: found[r][0].allocated)
+    stage = rank // (ranks // config.parallel.pipeline)
+    return Memory(rank, trainer_memory(config)[stage], found[rank][0] if peaks.on_gpu else None, max(host for _, host in found))
+
+
+def measure(
+    trainer: Trainer, config: Config, given: Load, options: argparse.Namespace, peak: float, peaks: Peaks
+) -> tuple[list[Phase], list[Kernel]]:
     import torch
 
     from megatron_gptoss.trainer.how import Update
@@ -357,14 +427,13 @@ def measure(trainer: Trainer, config: Config, given: Load, options: argparse.Nam
     memory: dict[str, list[int]] = {name: [] for name in times}
 
     def one[T](name: str, work: Callable[[], T], keep: bool) -> tuple[T, float]:
-        on_gpu = trainer.device.type == "cuda"
         torch.distributed.barrier()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        peaks.note()
         result, ms = timed(work)
+        held = peaks.note()
         if keep:
             times[name].append(ms)
-            memory[name].append(torch.cuda.max_memory_allocated() if on_gpu else 0)
+            memory[name].append(held)
         return result, ms
 
     def accumulate():
@@ -427,7 +496,13 @@ def longest_kernels(work: Callable[[], object], most: int = 5) -> list[Kernel]:
 
 
 def report(
-    config: Config, given: Load, options: argparse.Namespace, peak: float, phases: Sequence[Phase], kernels: Sequence[Kernel]
+    config: Config,
+    given: Load,
+    options: argparse.Namespace,
+    peak: float,
+    phases: Sequence[Phase],
+    kernels: Sequence[Kernel],
+    memory: Memory,
 ) -> None:
     import torch
 
@@ -441,6 +516,7 @@ def report(
     console.print(
         f"{given.microbatches} microbatches of {given.sequences} x {given.length:,} tokens a data-parallel rank; {t.dtype}, attention "
         f"{t.attention} / {t.backend_of_windowed_layers}, experts {t.experts}, log-probs {t.logprob}, recompute {t.recompute}, "
+        f"optimizer {t.optimizer_states}, {t.optimizer_offload:.0%} on the host, {t.threads_per_rank} threads a rank, "
         f"routing {options.routing}, gradients {options.gradients}; matrix peak {peak / 1e12:.4g} TFLOP/s"
     )
     table = Table("phase", "ms", "tokens/s", "TFLOP/s a GPU", "of peak", "peak GiB")
@@ -450,6 +526,8 @@ def report(
                 f"{f.tokens_per_s:,.0f}", f"{f.tflops_per_gpu:.4g}", f"{f.share_of_peak:.1%}")), f"{f.peak_gib:.1f}" if f.peak_gib else ""
         )  # fmt: skip
     console.print(table)
+    if not options.without_optimizer:
+        console.print(memory_table(memory))
     if kernels:
         table = Table("kernel of forward + backward", "ms", "calls", "of all")
         for k in kernels:
@@ -459,10 +537,29 @@ def report(
         record = {
             "machine": machine, "torch": torch.__version__, "world": world_size(config), "routing": options.routing,
             "gradients": options.gradients, "with_optimizer": not options.without_optimizer, "load": asdict(given),
+            "memory": {
+                "rank": memory.rank, "predicted_bytes": memory.predicted.allocated, "predicted_moment": memory.predicted.worst_phase,
+                "measured": asdict(memory.measured) if memory.measured else None, "predicted_host_bytes": memory.predicted.host_bytes,
+                "process_bytes": memory.host_bytes,
+            },
             "peak_flops": peak, "phases": [asdict(f) for f in phases], "kernels": [asdict(k) for k in kernels],
             "config": config.model_dump(mode="json", include={"model", "parallel", "trainer"}),
         }  # fmt: skip
         options.json.write_text(json.dumps(record, indent=1))
+
+
+def memory_table(memory: Memory) -> Table:
+    """Predicted beside measured, in the words of a run's first step, and in bytes."""
+    table = Table(f"memory of rank {memory.rank}", "")
+    predicted = memory.predicted
+    if memory.measured:
+        for row in predicted_and_measured(predicted, memory.measured):
+            table.add_row(*row)
+    measured = f", measured {memory.measured.allocated:,}" if memory.measured else ""
+    table.add_row("tensors at the peak, bytes", f"predicted {predicted.allocated:,} ({predicted.worst_phase}){measured}")
+    host = f"predicted {predicted.host_bytes / GIB:.1f} GiB for the optimizer, the process held {memory.host_bytes / GIB:.1f} in all"
+    table.add_row("host memory", host)
+    return table
 
 
 if __name__ == "__main__":

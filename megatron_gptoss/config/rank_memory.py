@@ -151,16 +151,20 @@ def planned_optimizer(config: Config) -> bool:
     return config.trainer.optimizer_states != "float32" or config.trainer.optimizer_offload > 0
 
 
+def _largest_update(config: Config, held: Held) -> int:
+    """The most elements of one parameter that a rank updates: of the embedding or of a layer's first expert matrices, one parameter too.
+    The optimizer divides a stretch of all parameters in a row, so a large one may be one rank's alone."""
+    model, local = config.model, config.model.num_local_experts // config.parallel.expert
+    embedding = min(model.vocab_size * model.hidden_size // config.parallel.tensor, held.dense_updated)
+    return max(embedding, min(local * 2 * model.intermediate_size * model.hidden_size, held.experts_updated))
+
+
 def _step_temporaries(config: Config, held: Held) -> int:
     """Dense and expert parameters are stepped one after the other. Clipping, which comes first, has one parameter's gradient twice."""
-    model, local = config.model, config.model.num_local_experts // config.parallel.expert
-    # A rank updates a stretch of all parameters in a row, so a large one may be its own alone.
-    embedding = min(model.vocab_size * model.hidden_size // config.parallel.tensor, held.dense_updated)
-    experts = min(local * 2 * model.intermediate_size * model.hidden_size, held.experts_updated)  # of a layer: one parameter
-    clipped = 4 * max(embedding, experts)
+    largest = _largest_update(config, held)
     if not planned_optimizer(config):
-        return max(clipped, 4 * max(held.dense_updated, held.experts_updated))  # PyTorch's takes the roots of all second moments at once
-    return max(clipped, 6 * 4 * OPTIMIZER_CHUNK)  # moments in float32, noise and what is made of it
+        return 4 * max(largest, held.dense_updated, held.experts_updated)  # PyTorch's takes the roots of all second moments at once
+    return 4 * max(largest, 6 * min(largest, OPTIMIZER_CHUNK))  # moments in float32, noise and what is made of it
 
 
 def _host_bytes(config: Config, held: Held) -> int:
@@ -168,7 +172,8 @@ def _host_bytes(config: Config, held: Held) -> int:
     if not config.trainer.optimizer_offload:
         return 0
     states = held.updated * (2 * BYTES[config.trainer.optimizer_states] + 4)  # a copy of the original even where the weight is float32
-    return round(states * config.trainer.optimizer_offload) + 2 * 10 * 4 * OPTIMIZER_CHUNK
+    buffers = 2 * 10 * 4 * min(_largest_update(config, held), OPTIMIZER_CHUNK)
+    return round(states * config.trainer.optimizer_offload) + buffers
 
 
 # ---- what comes and goes ------------------------------------------------------------------------------------------------------------

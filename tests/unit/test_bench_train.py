@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gptoss.config.load import load
+from megatron_gptoss.config.load import load, parse_flags
 from megatron_gptoss.config.memory import count_parameters
+from megatron_gptoss.config.rank_memory import trainer_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,11 +69,64 @@ def test_it_runs_on_a_cpu(bench, tmp_path, capsys):
     done = 3 * bench.forward_flops(tiny, bench.Load(2, 32, 2)) / phases["forward + backward"]["ms"] * 1e3
     assert phases["forward + backward"]["share_of_peak"] == pytest.approx(done / found["peak_flops"])
     assert len(found["kernels"]) == 5
+    flags = ["--trainer.recompute=full", "--trainer.tokens_per_microbatch=64", "--rollout.max_sequence_tokens=32"]
+    predicted = trainer_memory(load(*parse_flags([str(ROOT / "configs" / "tiny.toml"), *flags])).config)[0]
+    assert (found["memory"]["predicted_bytes"], found["memory"]["predicted_moment"]) == (predicted.allocated, predicted.worst_phase)
+    assert found["memory"]["measured"] is None and found["memory"]["process_bytes"] > 2**27  # torch alone takes more
+
+    ours = ["--trainer.dtype=bfloat16", "--trainer.optimizer_states=bfloat16", "--trainer.optimizer_offload=0.75"]
+    code = bench.main([str(ROOT / "configs" / "tiny.toml"), *sizes, *ours, "--json", str(written)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "optimizer bfloat16, 75% on the host" in printed.out.replace("\n", " ")
+    assert json.loads(written.read_text())["memory"]["predicted_host_bytes"] > 0.75 * 8 * 529_296
 
     half = ["--without-optimizer", "--gradients", "bfloat16", "--trainer.dtype=bfloat16"]
     code = bench.main([str(ROOT / "configs" / "tiny.toml"), *sizes, "--routing", "natural", *half, "--json", str(written)])
     assert code == 0, capsys.readouterr().err
     assert [p["name"] for p in json.loads(written.read_text())["phases"]] == ["score", "forward + backward"]
+
+
+def test_the_peak_of_a_run_is_that_of_its_worst_moment(bench, monkeypatch):
+    """Each phase begins at 10 bytes again; free memory is what it is."""
+    held = iter([(10, 20), (70, 90), (30, 95)])
+    now = [(0, 0)]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now[0][0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: now[0][1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000 - now[0][1] - 7, 1000))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: now.__setitem__(0, next(held, (0, 0))))
+    peaks = bench.Peaks(on_gpu=True)
+    assert [peaks.note() for _ in range(4)] == [0, 10, 70, 30]
+    assert (peaks.most.allocated, peaks.most.reserved, peaks.most.device) == (70, 95, 102)
+
+
+def test_the_prediction_is_for_the_load_that_is_given(bench):
+    options, config = bench.parse([str(ROOT / "configs" / "20b.toml"), "--tokens", "65536", "--sequence", "65536", "--rl.kl_coef=0.1"])
+    plan = bench.as_loaded(config, bench.load_of(options, config), options)
+    assert (plan.trainer.tokens_per_microbatch, plan.rollout.max_sequence_tokens) == (65536, 65536)
+    assert plan.parallel.expert_imbalance == 1.0 and plan.rl.kl_coef == 0.0
+    options.routing = "natural"
+    assert bench.as_loaded(config, bench.load_of(options, config), options).parallel.expert_imbalance == config.parallel.expert_imbalance
+
+
+def test_the_commands_in_its_words_are_plans_that_fit(bench):
+    """Two H200s of one host with 256 GiB: the docstring's command lines, as they stand."""
+    import shlex
+
+    from megatron_gptoss.config.fit import fits, host_bytes_per_node
+    from megatron_gptoss.config.rules import broken_rules
+
+    commands = [c for c in bench.__doc__.replace("\\\n", " ").splitlines() if "--nproc-per-node 2" in c]
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command.split("tools/bench_train.py")[1])
+        options, config = bench.parse([str(ROOT / words[0]), *words[1:]])
+        plan = bench.as_loaded(config, bench.load_of(options, config), options)
+        assert plan.parallel.data * plan.parallel.context == 2 and fits(plan)
+        assert host_bytes_per_node(plan) < 200 * 2**30
+        flags = [w for w in words if w.startswith("--") and "." in w and "=" in w]
+        tokens = ["--trainer.tokens_per_microbatch=65536", "--rollout.max_sequence_tokens=65536"] if options.tokens == 65536 else []
+        assert broken_rules(load(*parse_flags([str(ROOT / words[0]), *flags, *tokens]))) == []
 
 
 def test_weights_are_random_and_the_same_every_time(bench, one_rank):
