@@ -78,7 +78,7 @@ def test_it_runs_on_a_cpu(bench, tmp_path, capsys):
     code = bench.main([str(ROOT / "configs" / "tiny.toml"), *sizes, *ours, "--json", str(written)])
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    assert "optimizer bfloat16, 75% on the host" in printed.out.replace("\n", " ")
+    assert "optimizer bfloat16, 75% on the host" in " ".join(printed.out.split())
     assert json.loads(written.read_text())["memory"]["predicted_host_bytes"] > 0.75 * 8 * 529_296
 
     half = ["--without-optimizer", "--gradients", "bfloat16", "--trainer.dtype=bfloat16"]
