@@ -158,9 +158,9 @@ class Trainer:
     def _passes(
         self, minibatch: Minibatch, temperature: float, use: Callable[[int, LocalBatch, Tensor], Tensor], *, backward: bool
     ) -> None:
-        """Megatron's schedule over the microbatches, forward and perhaps backward; gradients are reduced and divided by all tokens.
+        """Megatron's schedule over the microbatches, forward and perhaps backward; gradients are added up over microbatches and ranks.
 
-        On the last pipeline stage `use(j, local, scores)` gets the scores [2, M] of microbatch j and returns its loss, summed over tokens.
+        On the last pipeline stage `use(j, local, scores)` gets the scores [2, M] of microbatch j and returns this rank's part of the loss.
         """
 
         def forward_step(todo: Iterator[int], model: torch.nn.Module):
@@ -378,12 +378,12 @@ class Trainer:
                 dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
 
     def _accumulate(self, minibatch: Minibatch, how: Update, known: Known) -> Totals:
-        """Forward and backward over the microbatches. Returns totals over all ranks; gradients are reduced and divided by all tokens."""
+        """Forward and backward over the microbatches. Returns totals over all ranks; gradients are those of the mean over all tokens."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
-            return self._loss(j, local, scores, how, known)
+            return self._loss(j, local, scores, how, known) / max(known.totals.tokens, 1.0)
 
         self._passes(minibatch, how.temperature, add, backward=True)
         self._over_ranks(known.measured)

@@ -82,7 +82,7 @@ def step(shape: ParallelShape, rank: int, **fields) -> dict:
     old = [replace(s, logp_N=s.logp_N - 0.05) for s in scores]
     reference = t.score(mine, temperature=0.8, reference=True)
     measured = t.measure(mine, how)
-    t._accumulate(mine, how, old, reference)
+    t._accumulate(mine, how, t._known(mine, how, old, reference))
     gradients = {name: g.clone() for name, g in export_hf(t.model, MODEL, value=whole_gradient(t.model))}
     stats = t.update([mine], how, [old])
     after = {name: tensor.clone() for name, tensor in export_hf(t.module, MODEL)}
