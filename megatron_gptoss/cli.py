@@ -1,4 +1,4 @@
-"""The verbs: `gptoss plan`, `check`, `sft`, `train`, `eval`.
+"""The verbs: `gptoss plan`, `check`, `sft`, `train`, `eval`, `convert`.
 
 In: what the user typed. Out: a run, a table, or one message and an exit code. Everything a person can get wrong is found before torch, ray,
 vllm or megatron are imported. What a verb does lives in loop/; what is wrong, in config/.
@@ -10,7 +10,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,6 +37,11 @@ EPILOG = (
     "TOML files are read from left to right, then flags; the last one wins. Every key of every section is a flag, written "
     "--rl.clip_high=0.28 or --rl.clip_high 0.28, anywhere on the line. `gptoss plan CONFIG... --explain rl` lists the keys of a section, "
     "what they may be, and who set them; `--explain rl.clip_high` does it for one key."
+)
+
+CONVERT_EPILOG = (
+    "The kind of SOURCE is seen from the folder. A conversion that was interrupted goes on when it is called again; TARGET has its name "
+    "only when it is whole. Example: gptoss convert gpt-oss-20b gpt-oss-20b-megatron --to megatron --verify"
 )
 
 Args = Annotated[
@@ -109,6 +114,36 @@ def train(args: Args = None, resume: Resume = "", init: Init = "") -> None:
 def evaluate(args: Args = None, resume: Resume = "", init: Init = "") -> None:
     """Measure success on held-out prompts of the weights that --init names."""
     _run("eval", args, resume, init)
+
+
+@app.command(epilog=CONVERT_EPILOG)
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Any checkpoint of GPT-OSS: a folder or a run directory.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to make.")],
+    to: Annotated[Literal["hf", "hf-mxfp4", "megatron"], typer.Option("--to", help="What to make.")],
+    dtype: Annotated[
+        Literal["", "bfloat16", "float32"], typer.Option("--dtype", help="Of plain numbers; the source's own when left out.")
+    ] = "",
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor and the log-probs; TARGET may be there already.")] = False,
+    tokens: Annotated[Path | None, typer.Option("--tokens", metavar="FILE", help="Token ids for --verify.", show_default=False)] = None,
+    scales_from: Annotated[
+        Path | None,
+        typer.Option("--scales-from", metavar="FOLDER", help="Keep an MXFP4 checkpoint's scales where they fit.", show_default=False),
+    ] = None,
+    shard_gb: Annotated[float, typer.Option("--shard-gb", min=0.001, help="Largest safetensors file, in GB.")] = 5.0,
+    workers: Annotated[int, typer.Option("--workers", min=0, help="Threads; 0: twice the CPUs, at most 8.")] = 0,
+) -> None:
+    """Turn one checkpoint into another: Hugging Face (BF16 or MXFP4), OpenAI's folder, Megatron's distributed checkpoint."""
+    from megatron_gptoss.checkpoint.verb import convert_and_verify
+
+    try:
+        convert_and_verify(
+            source, target, to, dtype=dtype, verify=verify, tokens=tokens, scales_from=scales_from, max_shard_bytes=shard_gb * 1e9,
+            workers=workers, console=Console(),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        print("interrupted. The same command goes on from the parts that are finished", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class Loss:
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of a matrix [..., n] -> shapes of its blocks [..., n / 32, 16] and scales [..., n / 32]. ValueError when 32 does not divide n."""
+    """Shape of a matrix [..., n] -> of its blocks [..., n / 32, 16] and scales [..., n / 32]. ValueError when 32 does not divide n."""
     *lead, n = shape
     if n % BLOCK:
         raise ValueError(f"rows of {n} numbers are not whole blocks of {BLOCK}")
@@ -107,9 +107,9 @@ def quantise(matrix: Tensor, like: Tensor | None = None) -> tuple[Tensor, Tensor
 def _quantise(x: Tensor, like: Tensor | None) -> tuple[Tensor, Tensor, Loss]:
     """[n, 32] float32.
 
-    With e = floor(log2(largest)) - 2, the optimum is among e - 1, e and e + 1. From e + 1 on nothing is cut off, and the grid at e + 2 is part
-    of the one at e + 1. At e - 2 the largest number, cut to 6 of at least 16 units, loses 100 squared units; the others gain less than one
-    each, since only those below 8 units (2 at e, where steps are half) can gain at all.
+    With e = floor(log2(largest)) - 2, the optimum is among e - 1, e and e + 1. From e + 1 on nothing is cut off, and the grid at e + 2 is
+    part of the one at e + 1. At e - 2 the largest number, cut to 6 of at least 16 units, loses 100 squared units; the others gain at most
+    one each, since only those below 8 units (2 at e, where steps are half) can gain at all.
     """
     magnitude = x.abs()
     largest = magnitude.amax(1)
