@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_gptoss.rl.returns import discounted, gae, whiten
 from megatron_gptoss.types import RolloutGroup
 
+NOTHING = torch.zeros(0, dtype=torch.float64)  # torch.cat takes no empty list
 STD_FLOOR = 1e-4  # keeps a nearly uniform group from blowing up; the value of the demo recipe
 
 
@@ -164,7 +165,7 @@ def _by_sequence(group: Sequence[Episode], rule: AdvantageRule) -> list[float | 
 
 def _by_token(group: Sequence[Episode], rule: AdvantageRule) -> list[float | list[float]]:
     lengths = [episode.n for episode in group]
-    rewards = torch.tensor([r for episode in group for r in episode.rewards()], dtype=torch.float64)
+    rewards = torch.cat([NOTHING, *map(_token_rewards, group)])
     to_go = discounted(rewards, lengths, gamma=rule.gamma).split(lengths)
     against = comparisons([episode.score() for episode in group], rule.advantage)
     if len(group) < 2 and rule.advantage != "reinforce++":
@@ -174,7 +175,7 @@ def _by_token(group: Sequence[Episode], rule: AdvantageRule) -> list[float | lis
 
 def _by_turn(group: Sequence[Episode], rule: AdvantageRule) -> list[float | list[float]]:
     numbers = [len(episode.turns) for episode in group]
-    rewards = torch.cat([_turn_sums(episode) for episode in group])
+    rewards = torch.cat([NOTHING, *map(_turn_sums, group)])
     to_go = [part.tolist() for part in discounted(rewards, numbers, gamma=rule.gamma).split(numbers)]
     found: list[list[float]] = [[] for _ in group]
     for k in range(max(numbers, default=0)):
@@ -186,7 +187,7 @@ def _by_turn(group: Sequence[Episode], rule: AdvantageRule) -> list[float | list
 
 def _turn_sums(episode: Episode) -> Tensor:
     """float64 [K]: the rewards of each turn."""
-    rewards = torch.tensor(episode.rewards(), dtype=torch.float64)
+    rewards = _token_rewards(episode)
     return torch.stack([part.sum() for part in rewards.split(episode.turns)]) if episode.turns else rewards
 
 
@@ -198,10 +199,8 @@ def _gae(groups: Sequence[Sequence[Episode]], rule: AdvantageRule) -> Credited:
             raise ValueError(f"generalized advantages need a value for each of {episode.n} trained tokens, not {len(episode.values)}")
     by_turn = rule.credit == "turn"
     lengths = [len(episode.turns) if by_turn else episode.n for episode in episodes]
-    none = [torch.zeros(0, dtype=torch.float64)]
-    token_rewards = [torch.tensor(episode.rewards(), dtype=torch.float64) for episode in episodes]
-    reward = torch.cat(none + ([_turn_sums(episode) for episode in episodes] if by_turn else token_rewards))
-    value = torch.cat(none + [_first_values(e) if by_turn else torch.tensor(e.values, dtype=torch.float64) for e in episodes])
+    reward = torch.cat([NOTHING, *map(_turn_sums if by_turn else _token_rewards, episodes)])
+    value = torch.cat([NOTHING, *map(_first_values if by_turn else _token_values, episodes)])
     advantage = gae(reward, value, lengths, gamma=rule.gamma, lam=rule.gae_lambda)
     found = Credited()
     for episode, own, target in zip(episodes, advantage.split(lengths), (advantage + value).split(lengths), strict=True):
@@ -212,6 +211,14 @@ def _gae(groups: Sequence[Sequence[Episode]], rule: AdvantageRule) -> Credited:
         found.advantages.append([a for a, n in zip(own.tolist(), episode.turns, strict=True) for _ in range(n)])
         found.targets.append([x for t, n in zip(target.tolist(), episode.turns, strict=True) for x in (t, *[math.nan] * (n - 1))])
     return found
+
+
+def _token_rewards(episode: Episode) -> Tensor:
+    return torch.tensor(episode.rewards(), dtype=torch.float64)
+
+
+def _token_values(episode: Episode) -> Tensor:
+    return torch.tensor(episode.values, dtype=torch.float64)
 
 
 def _first_values(episode: Episode) -> Tensor:
