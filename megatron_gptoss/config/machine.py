@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.memory import checkpoint_bytes
 from megatron_gptoss.config.plan import RunPlan
-from megatron_gptoss.config.preflight import check_attention, check_inputs, check_run_target, free_port
+from megatron_gptoss.config.preflight import check_attention, check_inputs, check_packages, check_run_target, free_port
 from megatron_gptoss.config.schema import RunConfig
 from megatron_gptoss.errors import GptossError
 
@@ -39,10 +39,16 @@ def machine_checks(loaded: Loaded, plan: RunPlan) -> list[Check]:
         _disk(loaded, plan),
         Check("CPUs and GPUs", not plan.shortfall, plan.shortfall or f"{plan.cluster.num_cpus} CPUs, {plan.cluster.num_gpus} GPUs"),
         _attempt("attention", lambda: (check_attention(loaded), _attention_words(plan))[1]),
+        _attempt("layers and dispatcher", lambda: (check_packages(loaded), _layers_words(loaded))[1]),
         _attempt("free port", lambda: f"port {free_port(loaded.config.cluster)}"),
         _attempt("run directory", lambda: (check_run_target(loaded, plan, ""), str(plan.run_dir))[1]),
         _attempt("task and prompts", lambda: (check_inputs(loaded.config), loaded.config.task.name)[1]),
     ]
+
+
+def _layers_words(loaded: Loaded) -> str:
+    trainer = loaded.config.trainer
+    return f"layers {trainer.transformer}, experts {trainer.experts}, dispatcher {trainer.dispatcher}"
 
 
 def _attention_words(plan: RunPlan) -> str:

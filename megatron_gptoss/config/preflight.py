@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
     if command != "sft":
         check_engine_memory(loaded)
     check_attention(loaded)
+    check_packages(loaded)
     check_run_target(loaded, plan, command)
     check_inputs(loaded.config, command)
     if plan.shortfall:
@@ -115,16 +117,41 @@ def check_attention(loaded: Loaded) -> None:
                 f"{loaded.show(key)} with {loaded.show('cluster.device')} runs only in Triton's interpreter, which is slow and for tests. "
                 f'Set TRITON_INTERPRET=1 in the environment, or {key} = "reference".'
             )
-        # Another node of a cluster may have what this one lacks.
-        if backend in BACKEND_PACKAGES and config.cluster.address == "local" and not _is_installed(*BACKEND_PACKAGES[backend][1:]):
-            raise MachineError(
-                f"{loaded.show(key)} needs the package {BACKEND_PACKAGES[backend][0]}, which is not installed. "
-                f'Install the extra "gpu" of this package, or use {key} = "triton".'
-            )
+        if backend in BACKEND_PACKAGES:
+            _need(loaded, key, BACKEND_PACKAGES[backend], "triton")
 
 
-# Backend -> package, module, folder in it. By looking at folders: importing any of these imports torch.
-BACKEND_PACKAGES = {"flash": ("flash-attn-4", "flash_attn", "cute"), "te": ("transformer-engine", "transformer_engine", "pytorch")}
+def check_packages(loaded: Loaded) -> None:
+    """The packages are here that the transformer and the dispatcher ask for."""
+    if loaded.config.trainer.transformer == "te":
+        _need(loaded, "trainer.transformer", BACKEND_PACKAGES["te"], "local")
+    if loaded.config.trainer.dispatcher == "deepep":
+        _need(loaded, "trainer.dispatcher", DEEPEP, "alltoall")
+
+
+@dataclass(frozen=True)
+class Package:
+    """Found by looking at folders: importing any of them imports torch."""
+
+    name: str
+    module: str
+    folder: str  # in the module's
+    advice: str = 'Install the extra "gpu" of this package'
+
+
+BACKEND_PACKAGES = {
+    "flash": Package("flash-attn-4", "flash_attn", "cute"),
+    "te": Package("transformer-engine", "transformer_engine", "pytorch"),
+}
+DEEPEP = Package("deep_ep", "deep_ep", ".", "Build DeepEP 1.2 from its source (docs/parallelism.md)")
+
+
+def _need(loaded: Loaded, key: str, package: Package, instead: str) -> None:
+    # Another node of a cluster may have what this one lacks; there it shows when the model is built.
+    if loaded.config.cluster.address == "local" and not _is_installed(package.module, package.folder):
+        raise MachineError(
+            f'{loaded.show(key)} needs the package {package.name}, which is not installed. {package.advice}, or use {key} = "{instead}".'
+        )
 
 
 def _is_installed(module: str, folder: str) -> bool:

@@ -19,8 +19,6 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 # Keys, or single values of a key, that a plan understands and a run does not honour yet. Whoever builds one deletes its line here.
 # `gptoss plan` says so and goes on; the commands that run refuse.
 NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
-    "trainer.transformer": None,
-    "trainer.dispatcher": None,
     "cluster.share_gpus": None,
     "rl.advantage": ("gae",),
 }
@@ -303,12 +301,21 @@ def _cpu_rules(loaded: Loaded) -> Iterator[str]:
                 f"{show('trainer.optimizer_offload')} moves the optimizer from a GPU to the host, and {show('cluster.device')}, where all "
                 'of it is in host memory. Use trainer.optimizer_offload = 0.0, or cluster.device = "cuda".'
             )
-    elif trainer.experts == "grouped":
-        if trainer.dtype == "float32":
-            yield (
-                f"{show('trainer.experts')} multiplies in 16 bits only, and {show('trainer.dtype')}. "
-                'Use trainer.experts = "loop", or trainer.dtype = "bfloat16".'
-            )
+        return
+    sixteen_bits = {
+        "trainer.experts": ("grouped", "multiplies in 16 bits only", "loop"),
+        "trainer.transformer": ("te", "multiplies float32 in TensorFloat-32, with 10 bits after the point", "local"),
+        "trainer.dispatcher": ("deepep", "carries 16-bit numbers only", "alltoall"),
+    }
+    for key, (value, reason, instead) in sixteen_bits.items():
+        if loaded.value(key) == value and trainer.dtype == "float32":
+            yield f'{show(key)} {reason}, and {show("trainer.dtype")}. Use {key} = "{instead}", or trainer.dtype = "bfloat16".'
+    if trainer.dispatcher == "deepep" and loaded.config.parallel.expert == 1:
+        yield (
+            f"{show('trainer.dispatcher')} has nobody to carry tokens to, as {show('parallel.expert')}. "
+            'Use trainer.dispatcher = "alltoall", or divide the experts with parallel.expert.'
+        )
+    if trainer.experts == "grouped":
         for key in ("model.hidden_size", "model.intermediate_size"):
             if loaded.value(key) % 8:
                 around = f"{loaded.value(key) // 8 * 8 or 8}, {loaded.value(key) // 8 * 8 + 8}"

@@ -17,7 +17,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,14 +26,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_gptoss.attention.module import AttentionOptions, SinkAttention
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, TrainerConfig
 from megatron_gptoss.errors import ConfigError
+from megatron_gptoss.model import deepep
 from megatron_gptoss.model.experts import moe_spec
 from megatron_gptoss.model.gpt_oss import GptOssModel
-from megatron_gptoss.model.layer import Norm, RotatedSelfAttention
+from megatron_gptoss.model.layer import RotatedSelfAttention
+from megatron_gptoss.model.parts import Parts, parts_of
 from megatron_gptoss.parallel.shape import ParallelShape
 
 FAULTS = ("none", "no-sinks", "window", "yarn")
 # What the backward pass computes again instead of keeping: nothing, every layer from its input, or the mixture of experts alone.
 RECOMPUTE = ("none", "full", "selective")
+# What carries tokens to the ranks of their experts.
+DISPATCHERS = ("alltoall", "deepep")
 
 
 @dataclass
@@ -56,6 +59,8 @@ class GptOssMegatronConfig(TransformerConfig):
     sink_attention: AttentionOptions = field(default_factory=AttentionOptions)
     # Read by GroupedExperts; one of experts.BACKENDS.
     expert_backend: str = "loop"
+    # Read by DispatchingMoELayer; one of DISPATCHERS.
+    dispatcher: str = "alltoall"
 
 
 def attention_options(trainer: TrainerConfig, diagnose: DiagnoseConfig) -> AttentionOptions:
@@ -79,14 +84,21 @@ def build_model(
     fault: str = "none",
     recompute: str = "none",
     experts: str = "loop",
+    dispatcher: str = "alltoall",
+    transformer: str = "local",
 ) -> GptOssModel:
     """The layers of this rank, on its GPU or on the host. Raises ConfigError for a layout that does not fit the model, MachineError for a
-    backend of attention or experts that cannot run here."""
+    backend of attention or experts, a dispatcher or a transformer that cannot run here."""
     check_layout(model, shape)
-    config = megatron_config(model, shape, dtype=dtype, attention=attention, fault=fault, recompute=recompute, experts=experts)
+    parts = parts_of(transformer)
+    if dispatcher == "deepep":
+        deepep.require()
+    config = megatron_config(
+        model, shape, dtype=dtype, attention=attention, fault=fault, recompute=recompute, experts=experts, dispatcher=dispatcher
+    )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layers = shape.layers_of_stages(model.num_hidden_layers)[groups.pp.rank()]
-    built = GptOssModel(config, layer_spec(), Norm, model.vocab_size, groups, layers)
+    built = GptOssModel(config, layer_spec(parts), parts.norm, model.vocab_size, groups, layers)
     for parameter in built.parameters():  # torch's norm is float32 whatever the config says; a checkpoint has one dtype
         parameter.data = parameter.data.to(dtype)
     # Megatron allocates router weights on the host everywhere and moves them in the first forward pass, too late for DDP's buffers.
@@ -135,12 +147,15 @@ def megatron_config(
     fault: str = "none",
     recompute: str = "none",
     experts: str = "loop",
+    dispatcher: str = "alltoall",
 ) -> GptOssMegatronConfig:
     """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
     if fault not in FAULTS:
         raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
+    if dispatcher not in DISPATCHERS:
+        raise ValueError(f"unknown dispatcher {dispatcher!r}; one of {', '.join(DISPATCHERS)}")
     if fault == "no-sinks":
         attention = replace(attention, ignore_sinks=True)
     if fault == "window":
@@ -213,6 +228,7 @@ def megatron_config(
         finalize_model_grads_func=_finish_gradients,
         sink_attention=attention,
         expert_backend=experts,
+        dispatcher=dispatcher,
     )
     # Set after Megatron's own checks, which allow uneven stages only in forms of its own. Nobody reads it but optional features.
     config.pipeline_model_parallel_size = shape.pipeline
@@ -220,18 +236,18 @@ def megatron_config(
     return config
 
 
-def layer_spec() -> ModuleSpec:
-    """One GPT-OSS layer: Megatron's local (not TransformerEngine) layer with our attention and our experts."""
+def layer_spec(parts: Parts) -> ModuleSpec:
+    """One GPT-OSS layer: Megatron's, with these norms and matrices, our attention and our experts."""
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,  # pyright: ignore[reportArgumentType]
+        linear_qkv=parts.column,
         core_attention=SinkAttention,  # pyright: ignore[reportArgumentType]
-        linear_proj=RowParallelLinear,  # pyright: ignore[reportArgumentType]
+        linear_proj=parts.row,
     )
-    parts = TransformerLayerSubmodules(
-        input_layernorm=Norm,  # pyright: ignore[reportArgumentType]
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=parts.norm,
         self_attention=ModuleSpec(module=RotatedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-        pre_mlp_layernorm=Norm,  # pyright: ignore[reportArgumentType]
+        pre_mlp_layernorm=parts.norm,
         mlp=moe_spec(),
         mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         # The local GPTModel's checkpoint keys. TransformerEngine's GPTModel writes pre_mlp_layernorm under its own name: that one key
@@ -241,7 +257,7 @@ def layer_spec() -> ModuleSpec:
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         },
     )
-    return ModuleSpec(module=TransformerLayer, submodules=parts)
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _leave_uninitialised(tensor: Any) -> Any:

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megatron_gptoss.model.deepep import DeepEpDispatcher
 from megatron_gptoss.model.rows import find_rows, from_experts, to_experts, weight_of_rows
 
 
@@ -69,15 +70,21 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class DispatchingMoELayer(MoELayer):
-    """MoELayer with our dispatcher where Megatron would take its own all-to-all one."""
+    """MoELayer with our dispatcher where Megatron would take its own all-to-all one: the one above, or DeepEP's when config.dispatcher says
+    "deepep"."""
 
     def __init__(self, config: Any, *, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(config, pg_collection=pg_collection, **kwargs)
-        if config.moe_token_dispatcher_type == "alltoall":
+        if config.moe_token_dispatcher_type != "alltoall":
+            return
+        permutation = self.experts.permutation  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        if getattr(config, "dispatcher", "alltoall") == "deepep":
+            self.token_dispatcher = DeepEpDispatcher(self.num_local_experts, config, pg_collection, permutation)
+        else:
             self.token_dispatcher = Dispatcher(
                 self.num_local_experts,
                 self.local_expert_indices,
                 config=config,
                 pg_collection=pg_collection,
-                backend=self.experts.permutation,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+                backend=permutation,
             )

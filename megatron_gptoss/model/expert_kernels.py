@@ -114,7 +114,7 @@ def gather_rows(x_TC: Tensor, token_N: Tensor) -> Tensor:
 
 
 def sum_rows(y_NC: Tensor, row_TK: Tensor) -> Tensor:
-    """out[t] = y[row[t, 0]] + y[row[t, 1]] + ..., added in this order in float32 and rounded once."""
+    """out[t] = y[row[t, 0]] + y[row[t, 1]] + ..., added in this order in float32 and rounded once; row -1 is none."""
     (T, K), C = row_TK.shape, y_NC.shape[1]
     out_TC = y_NC.new_empty(T, C)
     if T and C:
@@ -342,5 +342,5 @@ def _sum_rows_kernel(Y, ROW, OUT, C: tl.constexpr, K: tl.constexpr, COLUMNS: tl.
         total = tl.zeros([COLUMNS], dtype=ACC)
         for k in tl.static_range(K):
             row = tl.load(ROW + token * K + k).to(tl.int64)
-            total += tl.load(Y + row * C + column, mask=column < C, other=0.0).to(ACC)
+            total += tl.load(Y + row * C + column, mask=(column < C) & (row >= 0), other=0.0).to(ACC)
         tl.store(OUT + token * C + column, total.to(OUT.dtype.element_ty), mask=column < C)

@@ -41,9 +41,13 @@ def gather_rows(x_TC: Tensor, token_N: Tensor) -> Tensor:
 
 
 def sum_rows(y_NC: Tensor, row_TK: Tensor) -> Tensor:
-    """out[t] = y[row[t, 0]] + y[row[t, 1]] + ..., added in this order in float32 at least and rounded once."""
-    wide = torch.promote_types(y_NC.dtype, torch.float32)
-    total = y_NC.index_select(0, row_TK[:, 0]).to(wide)
-    for x in range(1, row_TK.shape[1]):
-        total += y_NC.index_select(0, row_TK[:, x])
+    """out[t] = y[row[t, 0]] + y[row[t, 1]] + ..., added in this order in float32 at least and rounded once; row -1 is none."""
+
+    def rows(row_T: Tensor) -> Tensor:
+        return y_NC.index_select(0, row_T.clamp(min=0)).masked_fill_(row_T.unsqueeze(1) < 0, 0.0)
+
+    first, *others = row_TK.unbind(1)
+    total = rows(first).to(torch.promote_types(y_NC.dtype, torch.float32))
+    for row_T in others:
+        total += rows(row_T)
     return total.to(y_NC.dtype)

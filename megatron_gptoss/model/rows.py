@@ -4,7 +4,8 @@ In: the boolean map of which token visits which expert. Out: rows sorted by expe
 other's gradient, and adds a token's K rows in the order of their experts, in float32. No sorting, no atomics, no waiting for a GPU.
 It does not talk to other ranks (dispatch.py).
 
-Shape legend: T tokens of this rank, E experts of all ranks, K experts per token, N = T K rows, C hidden size.
+Shape legend: T tokens of this rank, E experts of all ranks, K experts per token, N = T K rows, C hidden size. Behind DeepEP (deepep.py) T
+are the tokens that arrived, E this rank's experts, K how many of them a token visits at most, and N what there is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class Rows:
 
     token_N: Tensor  # int64, the token of a row; rows are sorted by expert, then by token
     cell_N: Tensor  # int64, token * E + expert
-    row_TK: Tensor  # int64, the rows of a token, by expert
+    row_TK: Tensor  # int64, the rows of a token, by expert; -1 where it has fewer than K
 
 
-def find_rows(map_TE: Tensor, K: int) -> Rows:
-    """map_TE: bool, exactly K entries true in every row. Sizes are known beforehand, so a GPU is not waited for."""
+def find_rows(map_TE: Tensor, K: int, N: int | None = None) -> Rows:
+    """map_TE: bool, exactly K entries true in every row; or at most K, and N in all. Sizes are known beforehand, so a GPU is not waited
+    for."""
     T, E = map_TE.shape
-    device, N = map_TE.device, T * K
+    device = map_TE.device
+    N = T * K if N is None else N
     map_ET = map_TE.T.contiguous()
     row_ET = map_ET.flatten().cumsum(0).view(E, T) - 1
     place_TE = map_TE.cumsum(1) - 1  # among the token's experts
@@ -36,7 +39,7 @@ def find_rows(map_TE: Tensor, K: int) -> Rows:
     cell_ET = torch.arange(T * E, device=device).view(T, E).T
     cell_N = torch.empty(N + 1, dtype=torch.int64, device=device)
     cell_N = cell_N.scatter_(0, row_ET.where(map_ET, N).flatten(), cell_ET.flatten())[:N]
-    row_TK = torch.empty(T, K + 1, dtype=torch.int64, device=device)
+    row_TK = torch.full((T, K + 1), -1, dtype=torch.int64, device=device)
     row_TK = row_TK.scatter_(1, place_TE.where(map_TE, K), row_ET.T)[:, :K].contiguous()
     return Rows(cell_N // E, cell_N, row_TK)
 

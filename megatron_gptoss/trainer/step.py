@@ -89,6 +89,8 @@ class Trainer:
             fault=fault,
             recompute=trainer.recompute,
             experts=trainer.experts,
+            dispatcher=trainer.dispatcher,
+            transformer=trainer.transformer,
         )
         self.groups = self.module.pg_collection
         if diagnose.freeze_attention:

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.parallel.packing import pack
 from megatron_gptoss.parallel.shape import ParallelShape
+from tests.helpers import fake_deep_ep
 from tests.helpers.training import MILD, samples, trainer
 
 # Three layers, so that two stages are uneven; a window shorter than the sequences; lengths that nothing divides.
@@ -47,6 +48,9 @@ VARIANTS = {
     "CP2-alone": ("CP2", {"tokens_per_microbatch": ALONE}),
     "PP2-alone": ("PP2", {"tokens_per_microbatch": ALONE}),
     **{f"{name}-{kind}": (name, {"recompute": kind}) for name in ("TP2xEP2", "PP2") for kind in ("full", "selective")},
+    # Over a stand-in for DeepEP: its calls, not its kernels.
+    "EP4-deepep": ("EP4", {"dispatcher": "deepep"}),
+    "TP2xEP2-deepep": ("TP2xEP2", {"dispatcher": "deepep", "recompute": "selective"}),
 }
 CASES = {name: (name, {}) for name in LAYOUTS} | VARIANTS
 
@@ -102,6 +106,7 @@ def step(shape: ParallelShape, rank: int, **fields) -> dict:
 
 def world(rank: int, size: int, folder: str, only: list[str]) -> None:
     """Every case of a world size, one after the other. Rank r leaves what it found in `folder`."""
+    fake_deep_ep.install()
     from megatron_gptoss.parallel.groups import destroy_groups, init_groups
 
     torch.set_num_threads(1)
@@ -109,7 +114,9 @@ def world(rank: int, size: int, folder: str, only: list[str]) -> None:
         layout, fields = CASES[name]
         shape = LAYOUTS[layout]
         init_groups(shape, rank=rank, init_method=f"file://{folder}/meet-{name}", timeout_s=120, seed=0, backend="gloo")
+        fake_deep_ep.calls.clear()
         found = step(shape, rank, **fields)
+        found["deepep"] = dict(fake_deep_ep.calls)
         if rank:
             found = {key: value for key, value in found.items() if key not in ("loaded", "gradients", "after")}
         torch.save(found, f"{folder}/{name}-rank{rank}.pt")
@@ -230,11 +237,20 @@ def test_weights_come_back_bit_equal_and_the_update_equals_one_rank(found, truth
     assert max(float((m > 1e-3).float().mean()) for m in moved.values()) < 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name, (_, fields) in VARIANTS.items() if "recompute" in fields])
+@pytest.mark.parametrize("name", [name for name, (_, fields) in VARIANTS.items() if set(fields) == {"recompute"}])
 def test_recomputing_changes_no_bit(found, name):
     ours, theirs = found(name)[0], found(VARIANTS[name][0])[0]
     assert all(torch.equal(ours["gradients"][n], theirs["gradients"][n]) for n in theirs["gradients"])
     assert ours["stats"] == theirs["stats"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepep_carries_the_tokens_when_it_is_asked_for_and_only_then(found, name):
+    for rank in found(name):
+        asked = "dispatcher" in CASES[name][1]
+        assert set(rank["deepep"]) == ({"dispatch", "dispatch again", "combine"} if asked else set())
+        # Forward: one each way; backward: the other way round.
+        assert not asked or rank["deepep"]["combine"] == rank["deepep"]["dispatch"] + rank["deepep"]["dispatch again"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

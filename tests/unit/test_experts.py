@@ -311,6 +311,27 @@ def test_there_and_back_are_each_others_gradient(width):
     assert torch.equal(there, x[rows.token_N]) and torch.equal(back, expert_reference.sum_rows(y, rows.row_TK))
 
 
+@pytest.mark.parametrize("width", [5, 1030])
+def test_tokens_that_visit_fewer_experts_have_fewer_rows(width):
+    """As behind DeepEP, where a token visits one to K of this rank's experts: the rows of those, and the two ways stay adjoint."""
+    T, E, K = 20, 4, 3
+    chosen = routing(T, 8, K)[:, :E]  # the others are another rank's
+    chosen = chosen[chosen.any(1)]
+    T, visits, backend = chosen.shape[0], chosen.sum(1), permutation()
+    assert {1, 2} <= set(visits.tolist()) <= {1, 2, 3}
+    rows = find_rows(chosen, K, N=int(visits.sum()))
+    assert torch.equal(torch.stack([rows.token_N, rows.cell_N % E], 1)[:, [1, 0]], chosen.T.nonzero()), "sorted by expert, then by token"
+    assert torch.equal((rows.row_TK >= 0).sum(1), visits)
+    y = torch.randn(int(visits.sum()), width, dtype=F64, requires_grad=True)
+    x = torch.randn(T, width, dtype=F64, requires_grad=True)
+    there, back = to_experts(x, rows, backend), from_experts(y, rows, backend)
+    for token in range(T):
+        assert_same(back[token].detach(), y[rows.token_N == token].sum(0).detach(), f"token {token}")
+    assert_same(torch.autograd.grad(there, x, y, retain_graph=True)[0], back.detach(), "gradient of there")
+    assert_same(torch.autograd.grad(back, y, x, retain_graph=True)[0], there.detach(), "gradient of back")
+    assert_same(from_experts(there, rows, backend).detach(), visits[:, None] * x.detach(), "there and back again")
+
+
 def test_a_tokens_rows_are_added_in_float32_and_rounded_once():
     """1 and twice 2^-8 are 1 + 2^-7; added one by one in bfloat16 they would be 1."""
     y = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
