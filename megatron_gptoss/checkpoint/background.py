@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -40,12 +41,24 @@ NICENESS = 10  # of the writing thread: where CPUs are short, training goes firs
 
 
 class Planner(TorchDistSaveShardedStrategy):
-    """Megatron's planning of a save, without its writing: keeps what this rank must write, and what rank 0 must write about it."""
+    """Megatron's planning of saves, without its writing: `writer` has what this rank must write, `metadata` what rank 0 writes about it.
+
+    A run keeps one. All its checkpoints are divided alike, so that from the third on ranks need not tell each other who writes what.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(cached_metadata=True)
+        self.used = False
+        self.writer: Any = None
+        self.metadata: Any = None
         # Megatron reports results through a manager process, which takes seconds to start; threads need none.
         filesystem_async._results_queue = queue.SimpleQueue()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def plan(self, state: dict[str, Any], folder: Path) -> None:
+        """Decide what of `state` goes into which file of `folder`. Collective; nothing is written."""
+        check = not self.used  # that each entry is written once: asks all ranks
+        dist_checkpointing.save(state, str(folder), self, validate_access_integrity=check, async_sharded_save=True, async_strategy="mcore")  # pyright: ignore[reportArgumentType]
+        self.used = True
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: str) -> Any:
         self.writer, self.metadata = writer, save_state_dict_ret[1]
@@ -61,8 +74,8 @@ class Part:
     tensors: list[Any]  # (WriteItem, Tensor); let go of as they are written
 
 
-def host_copy(planned: Planner, live: set[int]) -> list[Part]:
-    """What `planned` has for this rank, in host memory, none of it in the storages `live` (data pointers) that training changes."""
+def host_copy(writer: Any, live: set[int]) -> list[Part]:
+    """What a planned `writer` has for this rank, in host memory, none of it in a storage that training changes (`live`: data pointers)."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
@@ -71,9 +84,9 @@ def host_copy(planned: Planner, live: set[int]) -> list[Part]:
 
     parts = [
         Part(Path(path), objects, [(item, copy(tensor)) for item, tensor in tensors])
-        for path, _, (objects, tensors) in planned.writer.write_buckets or []
+        for path, _, (objects, tensors) in writer.write_buckets or []
     ]
-    planned.writer.write_buckets = None
+    writer.write_buckets = None
     torch.cuda.synchronize()
     return parts
 

@@ -181,32 +181,34 @@ def begin_save(
     needed_bytes: int = 0,
     background: bool = True,
     timeout_s: float = 600.0,
+    planner: Planner | None = None,
 ) -> Saving:
     """Copy the state to host memory and begin to write it to `path` (all ranks call this, when their last save is over).
 
     An existing complete checkpoint of that name is kept until the new one is whole. `needed_bytes`: what all ranks together will write;
     with less free nothing is begun. Raises CheckpointError when the disk is full or the folder cannot be written; what was complete before
     stays complete. What happens later, `Saving.wait` raises. With `background=False` nothing is copied that need not be, and the save is
-    over when this returns.
+    over when this returns. `planner`: that of the run's saves before, so that planning is not done anew.
     """
     meeting = Meeting(f"save {next(_saves)} {path.name}", timeout_s)
     temporary = temporary_name(path)
     problem = meeting.all_hear_rank_0("the folder", lambda: _make_room(temporary, needed_bytes))
     if problem:
         raise CheckpointError(cannot_save(path, problem))
-    planned, layout = Planner(), layout_in_force()
+    planner, layout = planner or Planner(), layout_in_force()
     try:
         state = _state_to_save(model, optimizer, schedule, progress)
         tensors: list[Any] = [entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
         live = {tensor.untyped_storage().data_ptr() for tensor in tensors} if background else set()
-        dist_checkpointing.save(state, str(temporary), planned, async_sharded_save=True, async_strategy="mcore")
+        planner.plan(state, temporary)
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(cannot_save(path, str(error))) from error
+    writer, metadata, backend = planner.writer, planner.metadata, CheckpointingConfig(planner.backend, planner.version)
 
     def finish(reports: list[Report]) -> None:
         """Rank 0, when all ranks have written."""
-        planned.writer.finish(planned.metadata, [report.results for report in reports])
-        save_config(CheckpointingConfig(planned.backend, planned.version), str(temporary))
+        writer.finish(metadata, [report.results for report in reports])
+        save_config(backend, str(temporary))
         write_hf_config(config, temporary / "config.json")
         for file in temporary.iterdir():  # the marker must not reach the disk before what it vouches for
             _flush(file)
@@ -216,7 +218,7 @@ def begin_save(
         temporary.replace(path)
         flush_folder(path.parent)
 
-    return Saving(path, meeting, host_copy(planned, live), planned.writer.transforms, finish, background=background)
+    return Saving(path, meeting, host_copy(writer, live), writer.transforms, finish, background=background)
 
 
 def save_training_state(path: Path, **parts: Any) -> None:

@@ -24,7 +24,7 @@ from megatron_gptoss.types import PeakMemory
 if TYPE_CHECKING:
     import ray
 
-    from megatron_gptoss.checkpoint.background import Saving
+    from megatron_gptoss.checkpoint.background import Planner, Saving
     from megatron_gptoss.checkpoint.progress import Progress
     from megatron_gptoss.trainer.how import TokenScores, Update
     from megatron_gptoss.trainer.step import Minibatch
@@ -72,6 +72,7 @@ class TrainerWorker:
     def __init__(self, settings: TrainerSettings, rank: int) -> None:
         self.settings, self.rank = settings, rank
         self.saving: Saving  # the checkpoint last begun
+        self.planner: Planner | None = None
         log = Path(settings.log_dir) / f"trainer-{rank}.log"
         self._log = log.open("a", buffering=1)
         for stream in (sys.stdout, sys.stderr):
@@ -185,8 +186,10 @@ class TrainerWorker:
 
     def save(self, path: str, progress: Progress, needed_bytes: int, background: bool) -> None:
         """Begin a checkpoint; it is complete when `finish_save` returns. CheckpointError when it cannot even begin."""
+        from megatron_gptoss.checkpoint.background import Planner
         from megatron_gptoss.checkpoint.training_state import begin_save
 
+        self.planner = self.planner or Planner()
         t = self.trainer
         self.saving = begin_save(
             Path(path),
@@ -198,6 +201,7 @@ class TrainerWorker:
             needed_bytes=needed_bytes,
             background=background,
             timeout_s=self.settings.trainer.step_timeout_s,
+            planner=self.planner,
         )
 
     def save_is_over(self) -> bool:

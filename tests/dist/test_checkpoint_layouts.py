@@ -122,15 +122,17 @@ def one_rank_fails(shape, rank, folder: Path) -> dict:
 
 
 def as_megatron_saves(shape, rank, folder: Path) -> None:
-    """The same state saved by us and by Megatron's own gathering."""
+    """The same state saved by us, three times with one planner, and by Megatron's own gathering."""
     from megatron.core import dist_checkpointing
 
     from megatron_gptoss.checkpoint import training_state
+    from megatron_gptoss.checkpoint.background import Planner
     from megatron_gptoss.checkpoint.progress import Progress
 
-    t = trainer(shape, model=MODEL, seed=50)
-    train(t, shape, rank, BATCHES[:1])
-    training_state.save_training_state(folder / "ours", config=MODEL, progress=Progress(1, 1, 0), **parts(t))
+    t, planner = trainer(shape, model=MODEL, seed=50), Planner()
+    for batch, name in zip(BATCHES, ("first", "second", "ours"), strict=False):
+        train(t, shape, rank, [batch])
+        training_state.begin_save(folder / name, config=MODEL, progress=Progress(1, 1, 0), planner=planner, **parts(t)).wait()
     metadata = training_state._metadata()
     state = {"model": t.module.sharded_state_dict(metadata=metadata)}
     state["optimizer"] = t.optimizer.sharded_state_dict(state["model"], metadata=metadata)
@@ -233,7 +235,7 @@ def test_the_name_and_the_marker_wait_for_the_slowest_rank(folder):
     assert all(rank["late"] for rank in ranks)
 
 
-def test_what_each_rank_writes_of_its_own_is_what_megatron_gathers(folder):
+def test_what_each_rank_writes_of_its_own_is_what_megatron_gathers_and_a_plan_that_is_used_again_is_the_same(folder):
     ours, theirs = tensors(folder / "ours"), tensors(folder / "theirs")
     assert sorted(ours) == sorted(theirs)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
