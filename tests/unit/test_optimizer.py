@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_gptoss.parallel.packing import pack_step
+from megatron_gptoss.trainer import adamw
 from megatron_gptoss.trainer.adamw import PlannedAdamW, _round_stochastically
 from megatron_gptoss.trainer.how import Update
 from tests.helpers.training import MILD, samples, trainer
@@ -79,11 +80,17 @@ def test_the_host_computes_the_devices_bits(dtype, moments):
         assert same(device, host)
 
 
-def test_chunks_of_float32_moments_do_not_matter():
-    """Chunks of whole vectors, that is: what is left over is computed one by one, and rounded a little otherwise."""
-    one, many = (optimizer(parameters(BF16), moments=F32, host_share=0.5, chunk=chunk) for chunk in (10**6, 64))
-    run(one), run(many)
-    assert same(one, many)
+def test_chunks_and_blocks_do_not_matter(monkeypatch):
+    """Of whole vectors, that is: what is left over is computed one by one, and rounded a little otherwise. The noise of bfloat16 moments is
+    drawn by chunk, so only the blocks inside do not matter there."""
+    for moments, chunk in ((F32, 10**6), (BF16, 64)):
+        one = optimizer(parameters(BF16), moments=moments, host_share=0.5, chunk=chunk)
+        run(one)
+        with monkeypatch.context() as smaller:
+            smaller.setattr(adamw, "CACHE_BLOCK", 16)
+            many = optimizer(parameters(BF16), moments=moments, host_share=0.5, chunk=64)
+            run(many)
+        assert same(one, many)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
