@@ -168,11 +168,12 @@ def _step_temporaries(config: Config, held: Held) -> int:
 
 
 def _host_bytes(config: Config, held: Held) -> int:
-    """States, and of the dense and the expert optimizer each: four buffers of a chunk for what travels, six for what is computed."""
+    """States, and of the dense and the expert optimizer each: four buffers of a chunk for what travels, and one of noise for rounding."""
     if not config.trainer.optimizer_offload:
         return 0
     states = held.updated * (2 * BYTES[config.trainer.optimizer_states] + 4)  # a copy of the original even where the weight is float32
-    buffers = 2 * 10 * 4 * min(_largest_update(config, held), OPTIMIZER_CHUNK)
+    noise = config.trainer.optimizer_states != "float32"
+    buffers = 2 * (4 + noise) * 4 * min(_largest_update(config, held), OPTIMIZER_CHUNK)
     return round(states * config.trainer.optimizer_offload) + buffers
 
 
