@@ -284,6 +284,7 @@ GPU_ONLY: dict[str, tuple[object, str]] = {
     "trainer.transformer": ("te", '"local"'),
     "trainer.experts": ("grouped", '"loop"'),
     "trainer.dispatcher": ("deepep", '"alltoall"'),
+    "trainer.rotary": ("fused", '"reference"'),
     "trainer.logprob": ("fused", '"reference"'),
     "cluster.share_gpus": (True, "false"),
 }

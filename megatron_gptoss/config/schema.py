@@ -243,6 +243,10 @@ class TrainerConfig(Section):
         default="loop",
         description="how a rank computes its experts; loop: one after another, grouped: all in one grouped matrix product (GPU)",
     )
+    rotary: Literal["reference", "fused"] = Field(
+        default="reference",
+        description="what splits queries, keys and values and rotates the first two; reference: plain PyTorch, fused: our kernel (GPU)",
+    )
     dispatcher: Literal["alltoall", "deepep"] = Field(
         default="alltoall",
         description="what carries tokens to the ranks of their experts; deepep: the DeepEP library, when it is installed",

@@ -134,6 +134,7 @@ class Session:
             "attention_deterministic": str(self.config.trainer.deterministic_attention).lower(),
             "transformer": self.config.trainer.transformer,
             "experts": self.config.trainer.experts,
+            "rotary": self.config.trainer.rotary,
             "dispatcher": self.config.trainer.dispatcher,
             "logprob": self.config.trainer.logprob,
             "collectives": "gloo" if cpu else "nccl",

@@ -25,12 +25,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_gptoss.attention.module import AttentionOptions, SinkAttention
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, TrainerConfig
-from megatron_gptoss.errors import ConfigError
+from megatron_gptoss.errors import ConfigError, MachineError
 from megatron_gptoss.model import deepep
 from megatron_gptoss.model.experts import moe_spec
 from megatron_gptoss.model.gpt_oss import GptOssModel
 from megatron_gptoss.model.layer import RotatedSelfAttention
 from megatron_gptoss.model.parts import Parts, parts_of
+from megatron_gptoss.model.rotary import BACKENDS as ROTARY
+from megatron_gptoss.model.rotary import missing as rotary_lacks
 from megatron_gptoss.parallel.shape import ParallelShape
 
 FAULTS = ("none", "no-sinks", "window", "yarn")
@@ -59,6 +61,8 @@ class GptOssMegatronConfig(TransformerConfig):
     sink_attention: AttentionOptions = field(default_factory=AttentionOptions)
     # Read by GroupedExperts; one of experts.BACKENDS.
     expert_backend: str = "loop"
+    # Read by RotatedSelfAttention and GptOssModel; one of rotary.BACKENDS.
+    rotary_backend: str = "reference"
     # Read by DispatchingMoELayer; one of DISPATCHERS.
     dispatcher: str = "alltoall"
 
@@ -84,17 +88,28 @@ def build_model(
     fault: str = "none",
     recompute: str = "none",
     experts: str = "loop",
+    rotary: str = "reference",
     dispatcher: str = "alltoall",
     transformer: str = "local",
 ) -> GptOssModel:
     """The layers of this rank, on its GPU or on the host. Raises ConfigError for a layout that does not fit the model, MachineError for a
-    backend of attention or experts, a dispatcher or a transformer that cannot run here."""
+    backend of attention, experts or rotary embedding, a dispatcher or a transformer that cannot run here."""
     check_layout(model, shape)
+    if rotary == "fused" and (lacking := rotary_lacks(torch.device("cuda" if torch.cuda.is_available() else "cpu"), model.head_dim)):
+        raise MachineError(f"rotary backend 'fused' cannot run here: {lacking}")
     parts = parts_of(transformer)
     if dispatcher == "deepep":
         deepep.require()
     config = megatron_config(
-        model, shape, dtype=dtype, attention=attention, fault=fault, recompute=recompute, experts=experts, dispatcher=dispatcher
+        model,
+        shape,
+        dtype=dtype,
+        attention=attention,
+        fault=fault,
+        recompute=recompute,
+        experts=experts,
+        rotary=rotary,
+        dispatcher=dispatcher,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layers = shape.layers_of_stages(model.num_hidden_layers)[groups.pp.rank()]
@@ -147,6 +162,7 @@ def megatron_config(
     fault: str = "none",
     recompute: str = "none",
     experts: str = "loop",
+    rotary: str = "reference",
     dispatcher: str = "alltoall",
 ) -> GptOssMegatronConfig:
     """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
@@ -154,6 +170,8 @@ def megatron_config(
         raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
+    if rotary not in ROTARY:
+        raise ValueError(f"unknown rotary backend {rotary!r}; one of {', '.join(ROTARY)}")
     if dispatcher not in DISPATCHERS:
         raise ValueError(f"unknown dispatcher {dispatcher!r}; one of {', '.join(DISPATCHERS)}")
     if fault == "no-sinks":
@@ -228,6 +246,7 @@ def megatron_config(
         finalize_model_grads_func=_finish_gradients,
         sink_attention=attention,
         expert_backend=experts,
+        rotary_backend=rotary,
         dispatcher=dispatcher,
     )
     # Set after Megatron's own checks, which allow uneven stages only in forms of its own. Nobody reads it but optional features.

@@ -30,6 +30,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_gptoss.model.layer import YarnAngles
+from megatron_gptoss.model.rotary import table_of
 
 Head = Callable[[Tensor, Tensor], Any]  # (hidden_TC or [s, b, C], weight_VC) -> what the trainer wants
 
@@ -203,14 +204,19 @@ class GptOssModel(LanguageModule):
         return logits.transpose(0, 1).contiguous()
 
     def _rotary(self, position_ids: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
-        """RoPE angles, [s, 1, 1, D] or one per packed token, [T, 1, 1, D]. SelfAttention takes cosines and applies YaRN's factor."""
+        """RoPE angles, [s, 1, 1, D] or one per packed token, [T, 1, 1, D]: SelfAttention takes cosines and applies YaRN's factor. For the
+        fused kernel that has been done."""
         if packed_seq_params is None:
+            if getattr(self.config, "rotary_backend", "reference") == "fused":
+                raise ValueError("the fused rotary kernel takes packed sequences only; give packed_seq_params")
             if self.pg_collection.cp.size() > 1:
                 raise ValueError("context parallelism divides packed sequences only; give packed_seq_params")
             angles, _ = self.rotary_pos_emb(position_ids.shape[1])
             return angles
-        angles, _ = self.rotary_pos_emb(packed_seq_params.max_seqlen_q)
-        # One angle per token instead of a table: Megatron then rotates the whole pack at once, not sequence by sequence.
+        angles, factor = self.rotary_pos_emb(packed_seq_params.max_seqlen_q)
+        if getattr(self.config, "rotary_backend", "reference") == "fused":
+            angles = table_of(angles, factor, self.config.params_dtype)
+        # One row per token instead of a table: Megatron then rotates the whole pack at once, not sequence by sequence.
         return angles[position_ids[0]]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:

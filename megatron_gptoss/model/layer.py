@@ -22,6 +22,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megatron_gptoss.model.rotary import split_and_rotate
+
 
 class Norm(torch.nn.RMSNorm):
     """RMSNorm as WrappedTorchNorm makes it, under sequence parallelism too."""
@@ -43,7 +45,8 @@ class YarnAngles(YarnRotaryEmbedding):
 class RotatedSelfAttention(SelfAttention):
     """SelfAttention that rotates queries and keys by one angle per token, [T, 1, 1, D], without looking at cu_seqlens.
 
-    That also spares two waits for the GPU in every layer: Megatron's packed path reads cu_seqlens on the host.
+    That also spares two waits for the GPU in every layer: Megatron's packed path reads cu_seqlens on the host. With the configuration's
+    `rotary_backend` "fused", what comes as rotary_pos_emb is rotary.table_of the angles, and our kernel splits and rotates (packed only).
     """
 
     _angles: Tensor | None = None
@@ -57,6 +60,11 @@ class RotatedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """query [s, b, H, D], key and value [s, b, K, D]; packed: s = T, b = 1."""
+        if self._angles is not None and getattr(self.config, "rotary_backend", "reference") == "fused":
+            joined: Any = super().get_query_key_value_tensors(*args, **{**kwargs, "split_qkv": False})[0]
+            K, D = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+            query, key, value = split_and_rotate(joined.flatten(1), self._angles, K, D)
+            return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)  # pyright: ignore[reportAssignmentType]
         if self._angles is None:
             return query, key, value

@@ -131,7 +131,7 @@ def _rank(plan: RunPlan) -> str:
 
 def _how(loaded: Loaded) -> str:
     """The trainer's choices that are not the defaults."""
-    keys = ("transformer", "experts", "dispatcher", "logprob", "recompute", "optimizer_states", "optimizer_offload")
+    keys = ("transformer", "experts", "rotary", "dispatcher", "logprob", "recompute", "optimizer_states", "optimizer_offload")
     chosen = {key: loaded.value(f"trainer.{key}") for key in keys}
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in chosen.items() if value != FIELDS[f"trainer.{key}"].default)
 

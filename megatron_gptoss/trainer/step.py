@@ -40,7 +40,7 @@ from megatron_gptoss.rl.aggregate import UpdateTotals, count
 from megatron_gptoss.rl.correction import correct, mean_weight, weight_sums
 from megatron_gptoss.rl.diagnostics import Totals, mismatch_measures, require_on_policy, too_many_unusable
 from megatron_gptoss.rl.losses import nll_loss
-from megatron_gptoss.rl.objective import correction_recipe, objective
+from megatron_gptoss.rl.objective import correction_recipe, objective, usable
 from megatron_gptoss.rl.tokens import Tokens, tokens_of
 from megatron_gptoss.rl.worst import worst_of, worst_rows, worst_tokens
 from megatron_gptoss.trainer.how import TokenScores, Update
@@ -89,6 +89,7 @@ class Trainer:
             fault=fault,
             recompute=trainer.recompute,
             experts=trainer.experts,
+            rotary=trainer.rotary,
             dispatcher=trainer.dispatcher,
             transformer=trainer.transformer,
         )
@@ -305,11 +306,11 @@ class Trainer:
         if how.policy is not None and how.policy.correction_normalize:
             scored = old if old is not None else self.score(minibatch, temperature=how.temperature)
             recipe, weights = correction_recipe(how.policy), torch.zeros(2, dtype=torch.float64, device=self.device)
-            for batch, of_batch, score in zip(minibatch, tokens, scored, strict=True):
+            for j, (batch, of_batch) in enumerate(zip(minibatch, tokens, strict=True)):
                 local = self._local(batch)
-                logp_N = self._here(score).logp_N[local.mine_M]
-                usable_N = logp_N.isfinite() & local.engine_logp_M.isfinite()
-                weights += weight_sums(recipe, correct(recipe, logp_N, local.engine_logp_M, of_batch, usable_N), of_batch)
+                logp_N, engine_N = self._here(scored[j]).logp_N[local.mine_M], local.engine_logp_M
+                usable_N = usable(logp_N, engine_N, self._here(ref[j]).logp_N[local.mine_M] if ref is not None else None)
+                weights += weight_sums(recipe, correct(recipe, logp_N, engine_N, of_batch, usable_N), of_batch)
             self._over_data(weights)
             totals = replace(totals, weight_mean=mean_weight(weights))
         return Known(tokens, totals, old, ref, Totals.empty(self.device))
