@@ -45,16 +45,13 @@ def flush_folder(folder: Path) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What the marker says. Empty when there is none or it says nothing."""
-    try:
-        said = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
+    """What the marker says; empty when it says nothing of sizes. Raises ValueError when it is cut short, OSError when there is none."""
+    text = (folder / MARKER).read_text()
+    return json.loads(text) if text.startswith("{") else {}
 
 
 def written_layout(folder: Path) -> Layout | None:
-    """The layout of the ranks that wrote a checkpoint; None when its marker does not say."""
+    """The layout of the ranks that wrote a whole checkpoint; None when its marker does not say."""
     return read_marker(folder).get("layout")
 
 
@@ -62,7 +59,11 @@ def why_torn(folder: Path) -> str:
     """In words, or "" when the checkpoint is whole."""
     if not (folder / MARKER).is_file():
         return f"it has no file {MARKER}, so its save never ended"
-    for name, wanted in read_marker(folder).get("files", {}).items():
+    try:
+        sizes = read_marker(folder).get("files", {})
+    except ValueError:
+        return f"its file {MARKER} is cut short"
+    for name, wanted in sizes.items():
         try:
             size = (folder / name).stat().st_size
         except OSError:

@@ -35,7 +35,15 @@ from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
 from megatron_gptoss.obs.plan_table import predicted_and_measured
-from megatron_gptoss.obs.run_dir import RunDir, checkpoint_step, checkpoints_to_remove, find_weights, latest_checkpoint, torn_since
+from megatron_gptoss.obs.run_dir import (
+    RunDir,
+    checkpoint_step,
+    checkpoints_to_remove,
+    find_weights,
+    is_run_dir,
+    latest_checkpoint,
+    torn_since,
+)
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rollout.collect import CollectLimits, collect
@@ -86,11 +94,11 @@ class Session:
         ending.callback(self.task.close)
         self.progress = Progress(step=0, policy_version=0, prompt_cursor=0)
         self.checkpoint = latest_checkpoint(plan.run_dir) if plan.resumed else None
-        self._torn = torn_since(self.checkpoint) if self.checkpoint is not None else []
         if self.checkpoint is not None and not self.config.run.init:
             # A resume with configuration files of its own does not change where the run once started.
             self._set_init(load([RunDir(plan.run_dir).config_file]).config.run.init)
         self.first_weights = self._first_weights()
+        self._say_torn()
         if self.first_weights.path and self.checkpoint is None:
             # The very checkpoint, once and for all: a run directory may grow a newer one, and a resume may be called from elsewhere.
             self._set_init(self.first_weights.path)
@@ -108,6 +116,14 @@ class Session:
         self._saving = False  # a checkpoint is on its way to the disk
         self._remover = ending.enter_context(ThreadPoolExecutor(1))
         self._removing: list[Future[None]] = []
+
+    def _say_torn(self) -> None:
+        """A newest checkpoint was chosen, here or by a run's name as init: say which newer ones were passed over."""
+        chosen = self.checkpoint
+        if chosen is None and self.config.run.init and is_run_dir(Path(self.config.run.init)):
+            chosen = Path(self.first_weights.path)
+        for name, why in torn_since(chosen) if chosen is not None else []:
+            self.console.say(f"{name} is torn and passed over for {chosen}: {why}")
 
     def _set_init(self, path: str) -> None:
         self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"init": path})})
@@ -362,10 +378,8 @@ class Session:
         self.progress = replace(self.progress, skipped_in_a_row=skipped)
 
     def say_resumed(self) -> None:
-        """From where a run goes on, what was passed over, and what the ranks' new places mean."""
+        """From where a run goes on, and what other places of its ranks mean."""
         assert self.checkpoint is not None
-        for name, why in self._torn:
-            self.console.say(f"{name} is torn and passed over: {why}")
         self.console.say(f"resumed after step {self.progress.step} from {self.checkpoint}")
         plan, before = self.plan, written_layout(self.checkpoint)
         now = {

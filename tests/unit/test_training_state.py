@@ -241,6 +241,13 @@ class TestTorn:
             load(t, path)
         assert t.fingerprint() == before
 
+    def test_a_marker_that_is_cut_short(self, run):
+        marker = run / "checkpoints" / "step-000002" / MARKER
+        text = marker.read_text()
+        marker.unlink()
+        marker.write_text(text[: len(text) // 2])
+        assert torn_since(latest_checkpoint(run)) == [("step-000002", f"its file {MARKER} is cut short")]
+
     def test_a_marker_that_never_reached_the_disk(self, run):
         (run / "checkpoints" / "step-000002" / MARKER).unlink()
         assert torn_since(latest_checkpoint(run)) == [("step-000002", f"it has no file {MARKER}, so its save never ended")]
