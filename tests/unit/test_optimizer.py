@@ -257,8 +257,13 @@ class TestResume:
 
         load_training_state(path, model=t.model, optimizer=t.optimizer, schedule=t.schedule)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_state_and_the_next_updates_are_equal_bit_for_bit(self, one_rank, tmp_path, dtype):
+    @pytest.mark.parametrize(("dtype", "with_te"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+    def test_state_and_the_next_updates_are_equal_bit_for_bit(self, one_rank, tmp_path, monkeypatch, dtype, with_te):
+        """Where TransformerEngine is installed, Megatron takes the number of updates from the groups instead of the state."""
+        from megatron.core.optimizer import distrib_optimizer
+
+        monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", with_te)
+        monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", with_te)
         choices = {"dtype": dtype, "optimizer_states": "bfloat16", "optimizer_offload": 0.5}
         t, other = trainer(one_rank, **choices), trainer(one_rank, seed=99, **choices)
         for seed in (11, 12):
