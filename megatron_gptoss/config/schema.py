@@ -261,11 +261,11 @@ class TrainerConfig(Section):
     )
     optimizer_states: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="AdamW's two moments; the master weights stay float32 either way",
+        description="AdamW's two moments, rounded stochastically to bfloat16; the master weights stay float32 either way",
     )
     optimizer_offload: Probability = Field(
         default=0.0,
-        description="share of the optimizer (master weights and moments) that lives in host memory and is updated there",
+        description="share of the optimizer (master weights and moments) that lives in host memory and is updated there, by threads_per_rank",
     )
     tokens_per_microbatch: Positive = Field(
         default=8192,
