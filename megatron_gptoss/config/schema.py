@@ -265,7 +265,7 @@ class TrainerConfig(Section):
     )
     optimizer_offload: Probability = Field(
         default=0.0,
-        description="share of the optimizer (master weights and moments) that lives in host memory and is updated there, by threads_per_rank",
+        description="share of the optimizer (master weights, moments) that lives in host memory and is updated there, by threads_per_rank",
     )
     tokens_per_microbatch: Positive = Field(
         default=8192,
