@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,38 +157,47 @@ def _write_parts(
     room = Room(2 * largest_tensor(source.model, itemsize) + ROOM_BESIDE)
     sizes = {part.number: part_bytes(part, source.model, itemsize) for part in todo}
     total = sum(sizes.values())
-    started, lock, records = time.perf_counter(), threading.Lock(), []
+    started, lock, failed, records = time.perf_counter(), threading.Lock(), threading.Event(), []
     futures: list[Future[None]] = []
 
     with console.progress("converting", max(1, total // MIB), "MiB") as bar, one_thread_each(), ThreadPoolExecutor(workers) as pool:
 
         def work(part: Part) -> None:
-            size = COPIES_OF_A_PART * sizes[part.number]
             try:
+                if failed.is_set():
+                    return
                 record = target.write(folder, part, source)
+                with lock:
+                    _append(journal, record)
+                    records.append(record)
+                    done = sum(sizes[r.part] for r in records)
+                    bar.update(done // MIB, f"{done / (time.perf_counter() - started) / 1e6:.0f} MB/s")
+            except BaseException:
+                failed.set()
+                raise
             finally:
-                room.leave(size)
-            with lock:
-                journal.write(json.dumps(asdict(record)) + "\n")
-                journal.flush()
-                records.append(record)
-                done = sum(sizes[r.part] for r in records)
-                bar.update(done // MIB, f"{done / (time.perf_counter() - started) / 1e6:.0f} MB/s")
+                room.leave(COPIES_OF_A_PART * sizes[part.number])
 
         try:
             for part in todo:
                 room.enter(COPIES_OF_A_PART * sizes[part.number])
-                if any(future.done() and future.exception() for future in futures):
+                if failed.is_set():
                     break
                 futures.append(pool.submit(work, part))
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in futures:
-                future.cancel()
+            wait(futures)
+        except BaseException:  # Ctrl-C
+            failed.set()
+            raise
     for future in futures:
-        if not future.cancelled():
-            future.result()
+        future.result()
     return records
+
+
+def _append(journal: Any, record: Record) -> None:
+    """The line break comes first: what follows a line that was torn is then a line of its own."""
+    line = b"\n" + json.dumps(asdict(record)).encode()
+    if journal.write(line) != len(line):  # as much as the disk took
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
@@ -215,7 +224,7 @@ def _work_folder(target: Path) -> Iterator[tuple[Path, Any]]:
     folder = target.with_name(f".{target.name}.converting")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        journal = _journal(folder).open("a+")
+        journal = _journal(folder).open("ab+", buffering=0)  # what is written is written, and closing it can fail no more
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written ({error.strerror})") from error
     with journal:
@@ -238,28 +247,22 @@ def _forget(folder: Path) -> None:
 def _open_journal(journal: Any, job: dict[str, Any], folder: Path, console: Console) -> list[Record]:
     """Records of an earlier attempt at the same job. One at another job is thrown away, and says so."""
     journal.seek(0)
-    lines = journal.read().splitlines(keepends=True)
-    records, before = [], None
+    records, before, lines = [], None, journal.read().split(b"\n")
     for number, line in enumerate(lines):
-        with suppress(ValueError):  # the last line may be torn
+        with suppress(ValueError):  # any line may be torn
             values = json.loads(line)
             if number:
                 records.append(Record(values["part"], [tuple(w) for w in values["written"]], values["chunks"], values["losses"]))
             else:
                 before = values
-    if before == json.loads(json.dumps(job)) and lines[-1].endswith("\n"):
-        return records
     if before == json.loads(json.dumps(job)):
-        journal.write("\n")  # so that the next line is one of its own
-        journal.flush()
         return records
-    if lines:
+    if any(lines):
         console.say(f"{folder} is half of a conversion of something else (or of files that have changed since): starting over")
     for path in folder.iterdir():
         path.unlink()
     journal.truncate(0)
-    journal.write(json.dumps(job) + "\n")
-    journal.flush()
+    journal.write(json.dumps(job).encode())
     return []
 
 
@@ -331,7 +334,7 @@ def _cannot_write(target: Path, folder: Path, error: OSError, num_bytes: int) ->
 
 def _any_finished(folder: Path) -> bool:
     """The journal has more than its first line."""
-    return _journal(folder).read_bytes().count(b"\n") > 1
+    return b"\n" in _journal(folder).read_bytes()
 
 
 def open_scales(path: Path, source: Source, kind: str) -> SafetensorsSource:

@@ -127,7 +127,6 @@ def _sums(entry: Entry, pieces: Iterator[list[tuple[Tensor, ...]]]) -> list[tupl
 
 
 def _count(tensors: list[Compared]) -> str:
-    equal = sum(t.equal for t in tensors)
-    return f"{equal} of {len(tensors)} equal" + (
-        "" if equal == len(tensors) else f": {', '.join(t.name for t in tensors if not t.equal)[:300]}"
-    )
+    different = [t.name for t in tensors if not t.equal]
+    words = f"{len(tensors) - len(different)} of {len(tensors)} equal"
+    return f"{words}, not {', '.join(different)[:300]}" if different else words
