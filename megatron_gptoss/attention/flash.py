@@ -45,7 +45,11 @@ def forward(
         **_mask(layout, window),
         **packed,
     )
-    return out.view(q_THD.shape), lse.view(q_THD.shape[1], -1).T
+    lse_HT = lse.view(q_THD.shape[1], -1)
+    if sink_H is not None:
+        # Upstream adds exp(sink - highest score), which overflows where the sink is 88 nats above. It then has all the weight.
+        lse_HT = torch.where(lse_HT == math.inf, sink_H.float().unsqueeze(1), lse_HT)
+    return out.view(q_THD.shape), lse_HT.T
 
 
 def backward(

@@ -97,9 +97,11 @@ class Layout:
 
     def key_tiles(self, size: int, window: int | None) -> Tensor:
         """int32 [tiles, 3]: first key, one past the last key, one past the last query of their sequence (0: they belong to nobody). Every
-        key is in one tile; those with the most queries come first, but where a window makes them alike neighbours stay neighbours."""
+        key is in one tile, and those with the most queries come first. Where a window makes them alike, neighbours stay neighbours, and
+        tiles begin at multiples of `size`, so that as few tiles of queries as possible see one."""
         if ("keys", size, window) not in self._tables:
-            tiles = _cut([((0, self.first_key), 0), *zip(pairwise(self.key_bounds), self.bounds[1:], strict=True)], size)
+            sequences = [((0, self.first_key), 0), *zip(pairwise(self.key_bounds), self.bounds[1:], strict=True)]
+            tiles = _cut(sequences, size, aligned=window is not None)
             if window is None:
                 tiles.sort(key=lambda tile: tile[0] - tile[2])
             self._tables["keys", size, window] = self._table(tiles)
@@ -109,9 +111,13 @@ class Layout:
         return torch.tensor(rows, dtype=torch.int32, device=self.device).view(-1, 3)
 
 
-def _cut(sequences: Iterable[tuple[tuple[int, int], int]], size: int) -> list[tuple[int, int, int]]:
-    """Each ((begin, end), other) in pieces of at most `size`: (begin, end, other)."""
-    return [(i, min(i + size, end), other) for (begin, end), other in sequences for i in range(begin, end, size)]
+def _cut(sequences: Iterable[tuple[tuple[int, int], int]], size: int, *, aligned: bool = False) -> list[tuple[int, int, int]]:
+    """Each ((begin, end), other) in pieces of at most `size`: (begin, end, other). Aligned: cut at multiples of `size`."""
+    pieces = []
+    for (begin, end), other in sequences:
+        first = begin // size * size if aligned else begin
+        pieces += [(max(i, begin), min(i + size, end), other) for i in range(first, end, size) if begin < end]
+    return pieces
 
 
 def self_attention_layout(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Layout:

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_gptoss.attention.layout import Layout
 from megatron_gptoss.attention.triton_forward import (
     LOG2E,
+    NOWHERE,
     ONE_SHOT_WINDOW,
     Tile,
     aligned,
@@ -514,6 +515,13 @@ def _dkv_kernel(
     if WINDOW > 0:
         end = tl.minimum(end, last - (U - T) + WINDOW)
         edge = tl.minimum(edge, n - (U - T) + WINDOW)
+    # Which queries see a key is an interval too.
+    first = keys - (U - T) if CAUSAL else keys * 0
+    more = stop - 1 - first
+    if WINDOW > 0:
+        more = tl.minimum(more, WINDOW - 1)
+    first = tl.where(more >= 0, first, NOWHERE)
+    more = tl.maximum(more, 0)
     steps = tl.cdiv(tl.maximum(end - begin, 0), BP) * G
     for step in tl.range(0, steps, num_stages=STAGES):
         p = begin + step // G * BP
@@ -524,9 +532,7 @@ def _dkv_kernel(
         delta = DELTA.load([head * delta_sh + p])
         weight = tl.exp2(tl.dot(key, tl.trans(q), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2E) - lse[None, :])
         if (p < middle) | (p + BP > edge):
-            position = p + tl.arange(0, BP)
-            first, more = row_interval(position, T, U, WINDOW, CAUSAL)
-            seen = is_visible(first[None, :], more[None, :], keys[:, None]) & (position < stop)[None, :]
+            seen = is_visible((first - p)[:, None], more[:, None], tl.arange(0, BP)[None, :])
             weight = tl.where(seen, weight, 0.0)
         dv = tl.dot(weight.to(dout.dtype), dout, dv, input_precision="ieee", out_dtype=ACC)
         dweight = tl.dot(value, tl.trans(dout), input_precision="ieee", out_dtype=ACC)

@@ -130,3 +130,21 @@ def test_no_tokens_and_an_expanded_cotangent(library):
     ones = torch.ones((), dtype=q.dtype).expand_as(out)  # what out.sum().backward() hands over
     dq, *_ = flash.backward(ones, None, q, k, v, sink, out, lse, layout, None, 1.0, True)
     assert_same(dq, reference.backward(ones, None, q, k, v, sink, out, lse, layout, None, 1.0, True)[0], "dq")
+
+
+def test_a_sink_far_above_all_scores_has_all_the_weight(library, monkeypatch):
+    """Upstream's exp(sink - highest score) is infinite from 88 nats on, and so is the log-sum-exp it gives."""
+    q, k, v, sink = (x.detach() for x in inputs(4))
+    sink[0] = 200.0
+    plain = library._flash_attn_fwd
+
+    def overflowing(*args, **kwargs):
+        out, lse, *rest = plain(*args, **kwargs)
+        lse[..., 0, :] = math.inf
+        return (out, lse, *rest)
+
+    monkeypatch.setattr(library, "_flash_attn_fwd", overflowing)
+    out, lse = flash.forward(q, k, v, sink, Layout((0, 4)), None, 1.0)
+    true_out, true_lse = reference.forward(q, k, v, sink, Layout((0, 4)), None, 1.0)
+    assert_same(out, true_out, "out")
+    torch.testing.assert_close(lse, true_lse.to(lse.dtype))
