@@ -50,6 +50,11 @@ def correction_recipe(rl: RlConfig) -> Recipe:
     )
 
 
+def usable(*logps: Tensor | None) -> Tensor:
+    """bool [N]: every log-prob that there is of a token is finite."""
+    return torch.stack([logp_N.detach().isfinite() for logp_N in logps if logp_N is not None]).all(0)
+
+
 def objective(
     rl: RlConfig,
     tokens: Tokens,
@@ -70,8 +75,7 @@ def objective(
     A token with an infinite or NaN log-prob adds nothing: no loss, no gradient, no share in its sequence's ratio. It stays in the
     denominators, which were counted before any log-prob was known.
     """
-    given = [logp_N, engine_logp_N, *(x for x in (old_logp_N, ref_logp_N) if x is not None)]
-    usable_N = torch.stack([x.detach().isfinite() for x in given]).all(0)
+    usable_N = usable(logp_N, engine_logp_N, old_logp_N, ref_logp_N)
     logp_N, engine_N = torch.where(usable_N, logp_N, 0.0), torch.where(usable_N, engine_logp_N, 0.0)
     entropy_N = torch.where(usable_N & entropy_N.detach().isfinite(), entropy_N, 0.0)
     before_N = logp_N.detach() if old_logp_N is None else torch.where(usable_N, old_logp_N, 0.0)

@@ -45,12 +45,12 @@ class Tokens:
     def sum(self, values_N: Tensor) -> Tensor:
         """float64 [S]: sums over whole sequences, on all ranks. 0 for a sequence without tokens. No gradient.
 
-        segment_reduce adds in order, so the same tokens give the same bits wherever they were packed.
+        segment_reduce adds in order, so the same tokens give the same bits wherever they were packed. Its checks would wait for the GPU.
         """
         values_N = values_N.detach().double()
         if values_N.numel() == 0:
             return self.across(values_N.new_zeros(self.num_sequences))
-        return self.across(torch.segment_reduce(values_N, "sum", lengths=self.here_S, initial=0.0))
+        return self.across(torch.segment_reduce(values_N, "sum", lengths=self.here_S, initial=0.0, unsafe=True))
 
     def spread(self, values_S: Tensor) -> Tensor:
         """[N]: to each token its sequence's value."""
@@ -72,7 +72,7 @@ def tokens_of(batch: MicroBatch, mine_M: Tensor | None = None) -> Tokens:
     count_S = torch.bincount(owner_N, minlength=S)
     first_S = count_S.cumsum(0) - count_S  # index of each sequence's first trained token
     begins_N = torch.ones(total, dtype=torch.bool)
-    begins_N[1:] = (batch.predict_N[1:] != batch.predict_N[:-1] + 1) | (owner_N[1:] != owner_N[:-1])
+    begins_N[1:] = batch.predict_N[1:] != batch.predict_N[:-1] + 1  # across sequences too: a sequence's first token is never predicted
     run_N = begins_N.cumsum(0) - 1
     turn_N = run_N - run_N[first_S.clamp(max=max(total - 1, 0))][owner_N] if total else run_N
     position_N = batch.positions_T[batch.predict_N] + 1

@@ -107,8 +107,25 @@ def test_log_probs_that_are_not_finite_are_counted_and_left_out():
     assert too_many_unusable(Totals.empty(), 0.0) == ""
 
 
+def test_few_usable_tokens_are_not_filled_up_with_others():
+    case = twin.random_case([3], 0, "near")
+    batch, tokens, columns = twin.tokens_and_columns(case, [0], torch.float64)
+    found = objective(
+        RlConfig(), tokens, UpdateTotals(3, 1), logp_N=t(-1, math.nan, -1), entropy_N=columns["entropy"], old_logp_N=None,
+        engine_logp_N=t(-1, -1, -1.5), advantage_N=columns["advantage"],
+    )  # fmt: skip
+    assert [w.position for w in worst_tokens([worst_rows(found, tokens, 0)], [batch])] == [case[0][2].position, case[0][0].position]
+
+
+def test_a_clipped_sequence_does_not_clip_tokens_that_are_masked():
+    rl = RlConfig(surrogate="gspo", correction="none")
+    totals, _ = measured([0.5, math.nan], [0.0, 0.0], ("xx",), old=[0.0, 0.0], rl=rl)
+    assert (totals.sum("clipped"), totals.mean("clipped")) == (1.0, 1.0)
+
+
 def test_the_worst_tokens_come_by_name_and_place_and_each_once():
     case = twin.random_case([3, 0, 9, 4], 1, "far")
+    case[2][4].engine = case[0][1].engine = math.inf  # not usable, so not among the worst
     packs = [twin.tokens_and_columns(case, order, torch.float64) for order in ([2, 1], [0, 3])]
     rows = []
     for j, (_, tokens, columns) in enumerate(packs):
@@ -118,7 +135,7 @@ def test_the_worst_tokens_come_by_name_and_place_and_each_once():
         )  # fmt: skip
         rows.append(worst_rows(found, tokens, j))
     found = worst_tokens(rows, [batch for batch, _, _ in packs])
-    every = [(f"s{i}", tok.position, tok.logp, tok.engine) for i, seq in enumerate(case) for tok in seq]
+    every = [(f"s{i}", tok.position, tok.logp, tok.engine) for i, seq in enumerate(case) for tok in seq if tok.engine < 0]
     every.sort(key=lambda x: -abs(x[2] - x[3]))
     assert [(w.name, w.position) for w in found] == [x[:2] for x in every[:NUM_WORST]]
     assert all(w.token_id == w.position for w in found), "the case's token ids are its places"
