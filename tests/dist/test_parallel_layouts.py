@@ -1,5 +1,5 @@
-"""However the model and the data are divided over ranks, a training step is the same one: losses, scores, the gradient norm and the gradient
-of every parameter, gathered to Hugging Face's names, equal those of one rank. Imports take long, so each world size is started once.
+"""However the model and the data are divided over ranks, a training step is the same one: losses, scores, gradient norm and the gradient of
+every parameter, gathered to Hugging Face's names, equal those of one rank. Imports take long, so each world size is started once.
 
 Every layout computes the same batch, packed for its number of data-parallel ranks, some of them in other microbatches too; fp32 on gloo.
 """
