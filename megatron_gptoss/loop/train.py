@@ -101,7 +101,8 @@ def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepS
         if old is not None and kl_in_reward:
             ref = session.world.score(batch, c.rollout.temperature, reference=True)
             paid = kl_rewards(session.world.by_microbatch(batch, old, ref), estimator=c.rl.kl_estimator, coef=c.rl.kl_coef)
-            kl_ref = -sum(map(sum, paid.values())) / c.rl.kl_coef / sum(map(len, paid.values()))
+            rewards = [reward for each in paid.values() for reward in each]
+            kl_ref = sum(-reward for reward in rewards) / c.rl.kl_coef / len(rewards)
             # The same lengths give the same packing, so what was scored still fits.
             batch = session.pack(make_samples(groups, rule, token_rewards=paid), minibatches=c.rl.minibatches)
     if session.plan.on_policy:

@@ -13,7 +13,6 @@ from megatron_gptoss.config.plan import broken_rules
 from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.parallel.packing import pack_step
-from megatron_gptoss.rl.kl_reward import kl_rewards
 from tests.helpers.training import samples, trainer
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.toml")
@@ -121,17 +120,6 @@ def test_the_worst_token_is_named_with_its_place(one_rank):
     assert worst[0].engine_logp == -30.0
     gaps = [abs(w.trainer_logp - w.engine_logp) for w in worst]
     assert gaps == sorted(gaps, reverse=True) and len(worst) == 8
-
-
-def test_what_kl_takes_off_the_rewards_by_hand():
-    mb = packed(samples(2, seed=9))[0][0]
-    n = mb.target_N.numel()
-    logp, ref = torch.full((n,), -1.0), torch.full((n,), -1.5)
-    ref[0] = -math.inf
-    found = kl_rewards([(mb, logp, ref)], estimator="k1", coef=0.1)
-    flat = [x for name in mb.names for x in found[name]]
-    assert flat == pytest.approx([0.0] + [-0.05] * (n - 1))
-    assert [len(found[name]) for name in mb.names] == torch.bincount(mb.sample_N).tolist()
 
 
 @pytest.mark.parametrize(
