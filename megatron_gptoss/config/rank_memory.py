@@ -209,10 +209,14 @@ def attention_kept(config: Config, f: Flow) -> int:
     """What a layer's attention, with both norms, keeps for backward. The layer's own input is counted in `layer_input`."""
     hidden = config.model.hidden_size
     norms = f.n * (2 * 4 + hidden * f.b)  # reciprocal deviations in float32; the first norm's output, which qkv multiplies
-    qkv = f.t * (f.q + 2 * f.kv) * f.b  # one tensor, of which v is a part and the rest is kept with it
-    rotated = f.t * (f.q + f.kv) * f.b + 4 * f.t * config.model.head_dim * f.b  # q and k; cosines and sines of each
+    rotated = f.t * (f.q + f.kv) * f.b  # q and k
+    if config.trainer.rotary == "fused":
+        before = f.t * f.kv * f.b  # values, a tensor of their own; all layers share one table of cosines and sines
+    else:
+        before = f.t * (f.q + 2 * f.kv) * f.b  # qkv, one tensor: v is a part of it and the rest is kept with it
+        rotated += 4 * f.t * config.model.head_dim * f.b  # cosines and sines of each
     output = f.t * f.q * f.b + f.t * f.heads * 4  # and its log-sum-exp
-    return norms + qkv + rotated + output + f.n * hidden * f.b  # the last: the sum with the residual, input of the second norm
+    return norms + before + rotated + output + f.n * hidden * f.b  # the last: the sum with the residual, input of the second norm
 
 
 def moe_input(config: Config, f: Flow) -> int:

@@ -80,9 +80,8 @@ def test_20b_on_two_gpus_worked_by_hand():
     rows = 16384 * 4 * 5 // 4  # top-4, and an imbalance of 1.25
     again = (
         16384 * (8 + 5760)  # norms
-        + 16384 * (4096 + 2 * 512) * 2  # qkv
-        + 16384 * (4096 + 512) * 2  # rotated
-        + 4 * 16384 * 64 * 2  # cosines and sines
+        + 16384 * 512 * 2  # values
+        + 16384 * (4096 + 512) * 2  # rotated queries and keys
         + 16384 * (4096 * 2 + 64 * 4)  # output, log-sum-exp
         + 16384 * 5760  # residual
         + 16384 * 5760  # the experts' input
@@ -132,6 +131,10 @@ def test_every_choice_moves_its_own_part():
         sum(v for k, v in after(trainer__recompute=r).items() if k.startswith("activations kept")) for r in ("none", "selective", "full")
     ]
     assert kept[0] > 2 * kept[1] > 4 * kept[2]
+    # The fused kernel leaves queries and keys of before the rotation, and each layer's cosines and sines, to nobody.
+    saved = 24 * 16384 * (4096 + 512 + 4 * 64) * 2
+    name = "activations kept (attention's)"
+    assert after(trainer__rotary="reference")[name] - before[name] == saved
     assert after(trainer__logprob_chunk=512)["logits of a chunk"] == before["logits of a chunk"] // 2
     assert after(rl__kl_coef=0.1)["reference policy"] == before["weights"]
     # Context ranks share tokens, and nothing else; tensor ranks share heads and vocabulary too.
