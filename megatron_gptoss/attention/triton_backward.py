@@ -51,7 +51,7 @@ from megatron_gptoss.attention.triton_forward import (
 QUERIES_FULL = Tile(rows=64, keys=128, warps=4, stages=3)
 QUERIES_WINDOW = Tile(rows=64, keys=64, warps=4, stages=2, run=16)
 KEYS_FULL = Tile(rows=64, keys=64, warps=4, stages=3)
-KEYS_WINDOW = Tile(rows=64, keys=64, warps=4, stages=3, registers=168)
+KEYS_WINDOW = Tile(rows=64, keys=64, warps=4, stages=3)
 
 
 def backward(
