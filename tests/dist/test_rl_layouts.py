@@ -1,0 +1,94 @@
+"""Parts of the policy update that add up over a whole sequence or a whole update give the same loss, gradient norm and metrics however
+ranks share the work: a sequence's ratio when its tokens lie on two context-parallel ranks, an update's counts and mean weight when two
+data-parallel ranks have other samples, and what only the last pipeline stage measures."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_gptoss.config.schema import RlConfig
+from megatron_gptoss.parallel.packing import pack
+from megatron_gptoss.parallel.shape import ParallelShape
+from tests.helpers.training import samples, trainer
+
+LAYOUTS = {
+    "one": ParallelShape(world=1),
+    "CP2": ParallelShape(world=2, context=2),
+    "DP2": ParallelShape(world=2),
+    "PP2": ParallelShape(world=2, pipeline=2),
+    "TP2": ParallelShape(world=2, tensor=2),
+}
+BATCH = samples(7, seed=5, longest=31)
+VARIANTS = {
+    "gspo": RlConfig(
+        surrogate="gspo", aggregation="sequence-mean", correction="seq-tis", correction_normalize=True, clip_low=0.01, clip_high=0.01
+    ),
+    "cispo": RlConfig(surrogate="cispo", correction="geo-rs-tis", reject_low=0.7, reject_high=1.3, correction_veto=0.2, entropy_coef=0.01),
+    "dr-grpo": RlConfig(aggregation="sequence-sum", aggregation_length=30, correction="icepop", correction_normalize=True, dual_clip=3.0),
+}
+TOLERANCE = 1e-5
+
+
+def steps(shape: ParallelShape, rank: int) -> dict:
+    from megatron_gptoss.trainer.how import Update
+
+    found = {}
+    for name, policy in VARIANTS.items():
+        t = trainer(shape)
+        mine = pack(BATCH, ranks=shape.data, tokens_per_microbatch=64)[shape.data_index(rank)]
+        scores = t.score(mine)
+        # Somewhere else than the policy, by an amount that depends on the token alone.
+        old = [replace(s, logp_N=s.logp_N + 0.1 * torch.sin(7.0 * s.logp_N)) for s in scores]
+        measured = t.measure(mine, Update(policy=policy))
+        on_policy = trainer(shape).update([mine], Update(policy=policy))
+        found[name] = {"measured": measured, "on_policy": on_policy, "off_policy": t.update([mine], Update(policy=policy), [old])}
+    return found
+
+
+def world(rank: int, folder: str, names: list[str]) -> None:
+    from megatron_gptoss.parallel.groups import destroy_groups, init_groups
+
+    torch.set_num_threads(1)
+    for name in names:
+        shape = LAYOUTS[name]
+        if rank < shape.world:
+            init_groups(shape, rank=rank, init_method=f"file://{folder}/meet-{name}", timeout_s=120, seed=0, backend="gloo")
+            torch.save(steps(shape, rank), f"{folder}/{name}-rank{rank}.pt")
+            dist.barrier()
+            destroy_groups()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl")
+    mp.spawn(world, args=(str(folder), list(LAYOUTS)), nprocs=2, join=True)
+    load = lambda name, rank: torch.load(folder / f"{name}-rank{rank}.pt", weights_only=False)  # noqa: E731
+    return {name: [load(name, rank) for rank in range(shape.world)] for name, shape in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_a_step_is_that_of_one_rank_and_the_same_on_all(found, layout, variant):
+    truth, ranks = found["one"][0][variant], [rank[variant] for rank in found[layout]]
+    for kind, theirs in truth.items():
+        ours = ranks[0][kind]
+        assert all(rank[kind] == ours for rank in ranks)
+        for field in ("loss", "grad_norm", "entropy", "clip_fraction", "ratio_max_abs_dev", "k1", "k3", "ess", "truncated_fraction"):
+            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=TOLERANCE, abs=1e-6), (kind, field)
+        assert {m.name: m.value for m in ours.measures} == pytest.approx(
+            {m.name: m.value for m in theirs.measures}, rel=TOLERANCE, abs=1e-6
+        )
+        assert [(w.name, w.position, w.token_id) for w in ours.worst] == [(w.name, w.position, w.token_id) for w in theirs.worst]
+
+
+def test_the_cases_are_not_idle(found):
+    truth = found["one"][0]
+    shares = {v: {m.name: m.value for m in truth[v]["off_policy"].measures} for v in VARIANTS}
+    assert truth["gspo"]["off_policy"].clip_fraction > 0.05 and truth["gspo"]["off_policy"].ess < 0.9
+    assert 0 < shares["cispo"]["mismatch/rejected_fraction"] < 1
+    assert 0 < shares["dr-grpo"]["mismatch/masked_fraction"] < 1
+    for variant in VARIANTS:
+        assert truth[variant]["on_policy"].ratio_max_abs_dev == 0.0 and truth[variant]["on_policy"].grad_norm > 0
