@@ -1,6 +1,9 @@
 """Laws of what stands around the loss: which groups are kept, which rollouts give samples, and the table of parity."""
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_gptoss.rl.advantages import AdvantageRule, keep_informative
 from megatron_gptoss.rl.losses import nll_loss
@@ -72,6 +75,14 @@ def test_overlong_punishment_by_hand():
     assert overlong_penalty(1000, limit=100, buffer=0) == 0.0
 
 
+@settings(max_examples=1000, derandomize=True, deadline=None, database=None)
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 250), st.floats(0, 5))
+def test_overlong_punishment_twin(length, limit, buffer, penalty):
+    """The three cases of DAPO's equation 13."""
+    expected = 0.0 if length <= limit - buffer else ((limit - buffer) - length) / buffer if length <= limit else -1.0
+    assert overlong_penalty(length, limit=limit, buffer=buffer, penalty=penalty) == pytest.approx(penalty * expected)
+
+
 def test_overlong_punishment_is_part_of_what_is_compared():
     g = RolloutGroup(Prompt("p/1", "a", "", ""), (rollout(1.0, 0), rollout(1.0, 1, sampled=(False, *[True] * 9))))
     rule = AdvantageRule("group-mean", overlong_buffer_tokens=4, max_sequence_tokens=12)
@@ -79,8 +90,6 @@ def test_overlong_punishment_is_part_of_what_is_compared():
 
 
 def test_nll():
-    import torch
-
     assert nll_loss(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 1.0])).item() == 3.0
 
 
