@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from megatron_gptoss.checkpoint.marker import write_marker
 from megatron_gptoss.checkpoint.megatron_files import Chunk, ChunkFile, object_key, saved_size, write_metadata
 from megatron_gptoss.checkpoint.mxfp4 import BLOCK, Loss, dequantise, quantise
 from megatron_gptoss.checkpoint.progress import Progress
-from megatron_gptoss.checkpoint.sources import Piece, SafetensorsSource, Source, packed_names, stored_as, stored_tensors
+from megatron_gptoss.checkpoint.sources import PIECE_BYTES, Piece, SafetensorsSource, Source, packed_names, stored_as, stored_tensors
 from megatron_gptoss.checkpoint.weight_map import EXTRA_STATES, megatron_shape, stored_shapes
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.schema import ModelConfig
@@ -173,6 +174,7 @@ class MegatronTarget(Target):
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(model, dtype)
+        self._own = threading.local()
         self.shapes = stored_shapes(model)
         self.num_bytes = sum(saved_size(shape, dtype) for shape in self.shapes.values())
 
@@ -182,7 +184,7 @@ class MegatronTarget(Target):
             file = ChunkFile(handle, _chunk_file(part.number))
             for piece in part.pieces:
                 row, tensors = piece.entry.row, source.read(piece)
-                chunk = torch.empty(len(tensors), *megatron_shape(self.model, row)[1 if row.per_expert else 0 :], dtype=self.dtype)
+                chunk = self._buffer(len(tensors), *megatron_shape(self.model, row)[1 if row.per_expert else 0 :])
                 for own, parts in zip(chunk, tensors, strict=True):
                     own.copy_(row.to_megatron(self.model, *parts))
                 lead = ([piece.entry.layer] if row.in_layer else []) + ([piece.experts.start] if row.per_expert else [])
@@ -194,6 +196,17 @@ class MegatronTarget(Target):
             os.fdatasync(handle.fileno())
         record.written.append((_chunk_file(part.number), 0, file.num_bytes, file.checksum))
         return record
+
+    def _buffer(self, *shape: int) -> Tensor:
+        """Of this thread, until its next call. Experts' pieces have two shapes, and fresh memory costs more than filling it."""
+        if math.prod(shape) * self.dtype.itemsize > 2 * PIECE_BYTES:
+            return torch.empty(shape, dtype=self.dtype)
+        buffers = self._own.__dict__.setdefault("buffers", {})
+        if shape not in buffers:
+            if len(buffers) > 1:
+                buffers.clear()
+            buffers[shape] = torch.empty(shape, dtype=self.dtype)
+        return buffers[shape]
 
     def finish(self, folder: Path, records: list[Record], companions: dict[str, Any]) -> None:
         chunks = [_chunk(values) for record in records for values in record.chunks]
