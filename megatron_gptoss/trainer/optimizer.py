@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import megatron.core.optimizer as megatron_optimizers
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -30,8 +31,9 @@ def make_optimizer(
 ) -> ChainedOptimizer:
     """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks.
 
-    With float32 moments and nothing on the host it is Megatron's own choice of AdamW, else ours.
+    With float32 moments and nothing on the host it is torch's AdamW, else ours.
     """
+    _take_torchs_adamw()
     config = OptimizerConfig(
         optimizer="adam",
         lr=fields.lr,
@@ -58,6 +60,14 @@ def make_optimizer(
         if part.optimizer is not None:  # a rank whose parameters are all frozen has none
             part.optimizer = PlannedAdamW(part.optimizer.param_groups, moments=moments, host_share=host_share)
     return PlannedOptimizer(optimizer.chained_optimizers)
+
+
+def _take_torchs_adamw() -> None:
+    """Megatron-Core 0.19.2 takes TransformerEngine's or Apex's FusedAdam wherever one can be imported, so that installing a package would
+    change the numbers, and with TransformerEngine 2.20.2's a run cannot be saved: its state_dict does not know the `step` that Megatron
+    puts into the state (KeyError, seen on an H200)."""
+    megatron_optimizers.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
 
 
 class PlannedOptimizer(ChainedOptimizer):

@@ -113,7 +113,7 @@ def test_recomputing_changes_no_bit_of_a_layers_gradients(alone, recompute):
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_weights_and_checkpoints_move_both_ways(alone, tmp_path, states):
     """A run saved with one kind of layers goes on with the other: same weights and moments, same checkpoint keys. With float32 states the
-    optimizer is Megatron's choice, here TransformerEngine's FusedAdam; with bfloat16 states it is ours."""
+    optimizer is torch's AdamW, though TransformerEngine's is installed; with bfloat16 states it is ours."""
     from megatron_gptoss.checkpoint.progress import Progress
     from megatron_gptoss.checkpoint.training_state import load_training_state, save_training_state
     from megatron_gptoss.checkpoint.weight_map import export_hf

@@ -222,6 +222,21 @@ def test_the_default_is_untouched(one_rank):
     assert not any(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 for part in parts)
 
 
+def test_an_installed_fused_adam_changes_nothing(one_rank, monkeypatch):
+    """Megatron would take it without being asked; here it cannot even be called."""
+    import megatron.core.optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    monkeypatch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(megatron.core.optimizer, "Adam", None)
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+    parts = trainer(one_rank).optimizer.chained_optimizers
+    assert all(type(part.optimizer) is torch.optim.AdamW for part in parts)
+    found = (distrib_optimizer.HAVE_APEX_OR_TE, distrib_optimizer.USING_TE_OPTIMIZER)
+    assert found == (False, False), "it would look for the number of updates where torch does not keep it"
+
+
 def test_gradients_are_clipped_where_they_are(one_rank):
     """A clipped first update equals one with the gradients scaled by hand; nothing is copied."""
     t = trainer(one_rank, optimizer_states="bfloat16")
@@ -259,7 +274,7 @@ class TestResume:
 
     @pytest.mark.parametrize(("dtype", "with_te"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
     def test_state_and_the_next_updates_are_equal_bit_for_bit(self, one_rank, tmp_path, monkeypatch, dtype, with_te):
-        """Where TransformerEngine is installed, Megatron takes the number of updates from the groups instead of the state."""
+        """Also where TransformerEngine is installed, and Megatron would look for the number of updates in the groups, not in the state."""
         from megatron.core.optimizer import distrib_optimizer
 
         monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", with_te)
