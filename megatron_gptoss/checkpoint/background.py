@@ -122,8 +122,12 @@ class Meeting:
         self._store.set_timeout(timedelta(seconds=patience * self.timeout_s))
         try:
             return pickle.loads(self._store.get(f"{self.name}/{key}"))
-        except dist.DistError as error:
+        except RuntimeError as error:  # a DistError from a TCPStore, itself from a FileStore
             raise RuntimeError(f"nothing was heard of {key} within {patience * self.timeout_s:.0f} s") from error
+
+    def forget(self, key: str) -> None:
+        """Let the store go of what was said; whoever should hear it has."""
+        self._store.delete_key(f"{self.name}/{key}")
 
     def all_hear_rank_0(self, key: str, act: Callable[[], None]) -> str:
         """Rank 0 acts; every rank gets "", or what went wrong, in words."""
@@ -184,6 +188,7 @@ class Saving:
         try:
             reports = [self._meeting.hear(f"rank {rank}") for rank in range(self._meeting.world)]
             for rank, report in enumerate(reports):
+                self._meeting.forget(f"rank {rank}")  # a large model's reports are megabytes
                 _check(rank, report, temporary)
             self._finish(reports)
         finally:
@@ -221,7 +226,12 @@ def _attempt(act: Callable[[], None]) -> str:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError | RuntimeError) else str(error)
+    """What went wrong. On a full disk torch complains of positions in its own file, and the reason is what it was handling."""
+    chain: list[BaseException] = [error]
+    while below := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(below)
+    told = next((e for e in chain if isinstance(e, OSError)), error)
+    return str(told) if isinstance(told, OSError | RuntimeError) else f"{type(told).__name__}: {told}"
 
 
 def temporary_name(path: Path) -> Path:
@@ -231,4 +241,5 @@ def temporary_name(path: Path) -> Path:
 def cannot_save(path: Path, why: str) -> str:
     kept = sorted(p.name for p in path.parent.glob("step-*") if not why_torn(p))
     last = f"the last complete checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier checkpoint"
-    return f"cannot save {path}: {' '.join(why.split())[-300:]}. Free some space or set run.dir elsewhere; {last}."
+    cure = "Free some space or set run.dir elsewhere; " if "[Errno" in why else "The ranks' logs have the traceback; "
+    return f"cannot save {path}: {' '.join(why.split())[-300:]}. {cure}{last}."

@@ -202,6 +202,7 @@ def begin_save(
         live = {tensor.untyped_storage().data_ptr() for tensor in tensors} if background else set()
         planner.plan(state, temporary)
     except (OSError, CheckpointingException, CheckpointException) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(cannot_save(path, str(error))) from error
     writer, metadata, backend = planner.writer, planner.metadata, CheckpointingConfig(planner.backend, planner.version)
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,6 +288,34 @@ class TestWhichStay:
         assert message.startswith("run.keep_every = 50 ")
         assert "no multiple of run.save_every = 20" in message
         assert "40, 60" in message
+
+
+def test_a_rank_that_is_not_heard_of_is_named(one_rank):
+    from megatron_gptoss.checkpoint.background import Meeting
+
+    with pytest.raises(RuntimeError, match=r"nothing was heard of rank 7 within 0 s"):
+        Meeting("nobody", 0.3).hear("rank 7")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_fills_up_while_writing_leaves_the_checkpoint_before(one_rank, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], check=True)
+    try:
+        t = trainer(one_rank)
+        begin(t, disk / "step-1", step=1).wait()
+        filler = disk / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
+        saving = begin(t, disk / "step-2")
+        with pytest.raises(CheckpointError, match=r"cannot save .*step-2: rank 0: .*No space left.*Free some space.*step-1, is intact"):
+            saving.wait()
+        assert sorted(p.name for p in disk.iterdir()) == ["filler", "step-1"]
+        assert why_torn(disk / "step-1") == ""
+        filler.unlink()
+        begin(t, disk / "step-2").wait()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_no_process_is_started(one_rank, tmp_path, monkeypatch):
