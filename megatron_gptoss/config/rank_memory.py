@@ -148,7 +148,8 @@ def _weights(config: Config, held: Held) -> Iterable[MemoryPart]:
 
 def planned_optimizer(config: Config) -> bool:
     """Our AdamW (trainer/adamw.py) instead of PyTorch's."""
-    return config.trainer.optimizer_states != "float32" or config.trainer.optimizer_offload > 0
+    trainer = config.trainer
+    return config.cluster.device == "cuda" or trainer.optimizer_states != "float32" or trainer.optimizer_offload > 0
 
 
 def _largest_update(config: Config, held: Held) -> int:

@@ -31,7 +31,7 @@ def make_optimizer(
 ) -> ChainedOptimizer:
     """AdamW over dense and expert parameters (two chained optimizers), moments sharded over data-parallel ranks.
 
-    With float32 moments and nothing on the host it is torch's AdamW, else ours.
+    On a GPU it is ours, which needs no second copy of anything; on a CPU with float32 moments torch's.
     """
     _take_torchs_adamw()
     config = OptimizerConfig(
@@ -47,7 +47,7 @@ def make_optimizer(
         use_distributed_optimizer=True,
         log_num_zeros_in_grad=False,
     )
-    planned = moments != torch.float32 or host_share > 0.0
+    planned = moments != torch.float32 or host_share > 0.0 or next(model.parameters()).is_cuda
     if planned:
         # What Megatron calls a precision-aware optimizer: the inner one owns the float32 originals, is given gradients as `decoupled_grad`
         # (views of DDP's buffer) and writes the weights. `use_precision_aware_optimizer` itself asks for TransformerEngine's FusedAdam.
