@@ -123,7 +123,7 @@ def test_every_choice_moves_its_own_part():
     assert after(trainer__optimizer_states="bfloat16")["optimizer"] == before["optimizer"] * 8 // 12
     assert after(trainer__optimizer_offload=0.5)["optimizer"] == before["optimizer"] // 2
     assert after(trainer__optimizer_offload=1.0)["optimizer"] == 0
-    # PyTorch's AdamW takes the roots of all second moments of the experts' optimizer, which is the larger one; ours, a GPU's, works in chunks.
+    # PyTorch's AdamW takes the roots of all second moments of the experts' optimizer, the larger one; ours, a GPU's, works in chunks.
     assert after(cluster__device="cpu")["AdamW's temporaries"] == 4 * 19_116_933_120 // 4
     quarter = 4 * 1_797_824_064 // 4  # of the dense parameters: less than the embedding
     assert before["AdamW's temporaries"] == after(trainer__optimizer_states="bfloat16")["AdamW's temporaries"] == quarter
