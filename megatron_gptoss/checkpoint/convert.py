@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_gptoss.checkpoint.marker import flush_folder
 from megatron_gptoss.checkpoint.mxfp4 import Loss
@@ -202,13 +203,16 @@ def _append(journal: Any, record: Record) -> None:
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Parts are the parallelism; torch's own threads would only fight for the same cores."""
-    before = torch.get_num_threads()
+    """Parts are the parallelism; torch's own threads would only fight for the same cores. Nor does torch.save add its own checksums to
+    ours; torch.load does not look at them."""
+    before, summed = torch.get_num_threads(), get_crc32_options()
     torch.set_num_threads(1)
+    set_crc32_options(False)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        set_crc32_options(summed)
 
 
 def _workers() -> int:

@@ -27,6 +27,7 @@ BLOCK = 32  # numbers that share a scale
 BIAS = 127
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NOT_A_NUMBER = 255
+LARGEST_FINITE = 252  # scales up to here: 6 * 2^125 is a bfloat16, 6 * 2^126 is not
 BLOCKS_AT_ONCE = 1 << 14  # half a million numbers: intermediate results stay in the processor's cache
 
 # Four codes at once: all 65,536 pairs of bytes -> four bfloat16 numbers, as one 64-bit word.
@@ -68,21 +69,25 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
     return (*lead, n // BLOCK, BLOCK // 2), (*lead, n // BLOCK)
 
 
-def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [..., G, 16] and uint8 [..., G] -> bfloat16 [..., 32 G], exactly. A scale of 255 gives NaN; what bfloat16 cannot hold, inf."""
+def dequantise(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """uint8 [..., G, 16] and uint8 [..., G] -> bfloat16 [..., 32 G], exactly. A scale of 255 gives NaN; what bfloat16 cannot hold, inf.
+
+    `out`: contiguous, to be filled instead of new memory.
+    """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, BLOCK // 2):
         raise ValueError(
             f"blocks {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} {list(scales.shape)} do not belong together"
         )
-    out = torch.empty(*scales.shape, BLOCK, dtype=torch.bfloat16)
-    pairs = blocks.contiguous().view(torch.uint16).flatten(0, -2)
-    words, flat_scales = out.view(torch.int64).flatten(0, -2), scales.flatten()
-    numbers, factor = out.flatten(0, -2), _SCALE.to(torch.bfloat16)
+    *lead, G = scales.shape
+    out = torch.empty(*lead, G * BLOCK, dtype=torch.bfloat16) if out is None else out
+    numbers = out.view(-1, BLOCK)
+    words, pairs = numbers.view(torch.int64), blocks.contiguous().view(torch.uint16).view(-1, BLOCK // 4)
+    flat_scales, factor = scales.flatten(), _SCALE.to(torch.bfloat16)
     for first in range(0, len(flat_scales), BLOCKS_AT_ONCE):
         part = slice(first, first + BLOCKS_AT_ONCE)
-        words[part] = _FOUR_NUMBERS.index_select(0, pairs[part].flatten().int()).view(-1, BLOCK // 4)
+        torch.index_select(_FOUR_NUMBERS, 0, pairs[part].flatten().int(), out=words[part].view(-1))
         numbers[part].mul_(factor.index_select(0, flat_scales[part].int()).unsqueeze(1))
-    return out.flatten(-2)
+    return out
 
 
 def quantise(matrix: Tensor, like: Tensor | None = None) -> tuple[Tensor, Tensor, Loss]:

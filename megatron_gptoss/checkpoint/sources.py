@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_gptoss.checkpoint import shards
 from megatron_gptoss.checkpoint.marker import why_torn
 from megatron_gptoss.checkpoint.megatron_files import METADATA, DistributedReader
-from megatron_gptoss.checkpoint.mxfp4 import NOT_A_NUMBER, dequantise, packed_shapes
+from megatron_gptoss.checkpoint.mxfp4 import LARGEST_FINITE, dequantise, packed_shapes
 from megatron_gptoss.checkpoint.progress import MARKER
 from megatron_gptoss.checkpoint.weight_map import Entry, Shape, entries, stored_shapes
 from megatron_gptoss.config.hf_config import quantization, read_hf_config
@@ -96,8 +96,8 @@ def stored_as(kind: Kind, model: ModelConfig, entry: Entry) -> list[tuple[str, S
     shapes = entry.row.hf_shape(model)
     if kind == "openai":
         joined = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        return [(entry.openai_name, shapes[0] if len(shapes) == 1 else joined, entry.row.packed)]
-    return [(n, s, entry.row.packed and kind == "hf-mxfp4") for n, s in zip(entry.hf_names, shapes, strict=True)]
+        return [(entry.openai_name, shapes[0] if len(shapes) == 1 else joined, entry.row.packed is not None)]
+    return [(n, s, entry.row.packed is not None and kind == "hf-mxfp4") for n, s in zip(entry.hf_names, shapes, strict=True)]
 
 
 def packed_names(kind: Kind, name: str) -> tuple[str, str]:
@@ -149,10 +149,7 @@ class SafetensorsSource(Source):
     def read(self, piece: Piece) -> list[tuple[Tensor, ...]]:
         entry = piece.entry
         if entry.row.packed and self.kind != "hf":
-            blocks, scales = self.read_packed(piece)
-            numbers = dequantise(blocks, scales)
-            self._require_finite(packed_names(self.kind, self._names(entry)[0])[1], numbers)
-            return [(matrix.t(),) for matrix in numbers]
+            return [(dequantise(blocks, scales).t(),) for blocks, scales in zip(*self.read_packed(piece), strict=True)]
         parts = [self._read(name, piece.experts) for name in self._names(entry)]
         if not entry.row.per_expert:
             if self.kind == "openai" and len(entry.hf_names) > 1:
@@ -164,8 +161,11 @@ class SafetensorsSource(Source):
         """Blocks [n, out, G, 16] and scales [n, out, G] of these experts, as they are stored."""
         names = packed_names(self.kind, self._names(piece.entry)[0])
         blocks, scales = (shards.read(self.path, self.places[n], piece.experts.start, len(piece.experts)) for n in names)
-        if (scales == NOT_A_NUMBER).any():
-            raise CheckpointError(f"{self.path / self.places[names[1]].file}: {names[1]} has scales of 255, which stand for NaN")
+        if scales.max() > LARGEST_FINITE:
+            raise CheckpointError(
+                f"{self.path / self.places[names[1]].file}: {names[1]} has a scale of {int(scales.max())}; 255 stands for NaN, and above "
+                f"{LARGEST_FINITE} there are numbers that bfloat16 cannot hold"
+            )
         return blocks, scales
 
     def _names(self, entry: Entry) -> list[str]:

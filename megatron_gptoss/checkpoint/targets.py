@@ -183,12 +183,8 @@ class MegatronTarget(Target):
         with (folder / _chunk_file(part.number)).open("wb") as handle:
             file = ChunkFile(handle, _chunk_file(part.number))
             for piece in part.pieces:
-                row, tensors = piece.entry.row, source.read(piece)
-                chunk = self._buffer(len(tensors), *megatron_shape(self.model, row)[1 if row.per_expert else 0 :])
-                for own, parts in zip(chunk, tensors, strict=True):
-                    own.copy_(row.to_megatron(self.model, *parts))
+                row, chunk = piece.entry.row, self._chunk(piece, source)
                 lead = ([piece.entry.layer] if row.in_layer else []) + ([piece.experts.start] if row.per_expert else [])
-                chunk = chunk if row.per_expert else chunk[0]
                 chunk = chunk.unsqueeze(0) if row.in_layer else chunk
                 offsets = (*lead, *[0] * (chunk.dim() - len(lead)))
                 record.chunks.append(asdict(file.add(row.stored_key, chunk, offsets)))
@@ -196,6 +192,21 @@ class MegatronTarget(Target):
             os.fdatasync(handle.fileno())
         record.written.append((_chunk_file(part.number), 0, file.num_bytes, file.checksum))
         return record
+
+    def _chunk(self, piece: Piece, source: Source) -> Tensor:
+        """Megatron's tensor; with an axis of experts where there are some."""
+        row = piece.entry.row
+        if not row.per_expert:
+            return row.to_megatron(self.model, *source.read(piece)[0]).to(self.dtype).contiguous()
+        chunk = self._buffer(len(piece.experts), *megatron_shape(self.model, row)[1:])
+        if row.packed and isinstance(source, SafetensorsSource) and source.kind != "hf" and self.dtype == torch.bfloat16:
+            # Bytes are put in order, a quarter of the numbers they become, and become numbers where these are wanted.
+            for own, blocks, scales in zip(chunk, *source.read_packed(piece), strict=True):
+                dequantise(row.packed(blocks), row.packed(scales), out=own)
+        else:
+            for own, parts in zip(chunk, source.read(piece), strict=True):
+                own.copy_(row.to_megatron(self.model, *parts))
+        return chunk
 
     def _buffer(self, *shape: int) -> Tensor:
         """Of this thread, until its next call. Experts' pieces have two shapes, and fresh memory costs more than filling it."""

@@ -38,7 +38,9 @@ class Row:
     tensor_axis: int | None = None  # axis of the Megatron tensor that tensor-parallel ranks divide; None: each has all of it
     per_expert: bool = False  # experts are divided over expert-parallel ranks, and whole there: no tensor_axis
     openai: str = ""  # OpenAI's own name; the Hugging Face tensors lie in it one after another along the first axis
-    packed: bool = False  # published as MXFP4: name + "_blocks" and "_scales", of each expert's matrix transposed, blocks along its rows
+    # Published as MXFP4, name + "_blocks" and "_scales": each expert's matrix transposed, blocks along its rows. None: it is not.
+    # The function puts these rows in Megatron's order: to_megatron(m, x) == packed(x.t()), so packed bytes can be moved instead of numbers.
+    packed: Callable[[Tensor], Tensor] | None = None
     key: str = ""  # in distributed checkpoints; empty: `megatron` without the layer's number
 
     @property
@@ -52,6 +54,10 @@ class Row:
 
 
 def _same(_model: ModelConfig, x: Tensor) -> Tensor:
+    return x
+
+
+def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
@@ -152,13 +158,13 @@ IN_EACH_LAYER = (
         MG + "mlp.router.bias", _same, _same_back, openai=OA + "mlp.gate.bias"),
     Row((HF_EXPERTS + "gate_up_proj",), lambda m: ((m.num_local_experts, m.hidden_size, 2 * m.intermediate_size),),
         MG_EXPERTS + "linear_fc1.weight", _gate_up, _gate_up_back, per_expert=True,
-        openai=OA + "mlp.mlp1_weight", packed=True, key=KEY_EXPERTS + "linear_fc1.weight"),
+        openai=OA + "mlp.mlp1_weight", packed=_halves_from_interleaved, key=KEY_EXPERTS + "linear_fc1.weight"),
     Row((HF_EXPERTS + "gate_up_proj_bias",), lambda m: ((m.num_local_experts, 2 * m.intermediate_size),),
         MG_EXPERTS + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, per_expert=True,
         openai=OA + "mlp.mlp1_bias", key=KEY_EXPERTS + "linear_fc1.bias"),
     Row((HF_EXPERTS + "down_proj",), lambda m: ((m.num_local_experts, m.intermediate_size, m.hidden_size),),
         MG_EXPERTS + "linear_fc2.weight", _transposed, _transposed_back, per_expert=True,
-        openai=OA + "mlp.mlp2_weight", packed=True, key=KEY_EXPERTS + "linear_fc2.weight"),
+        openai=OA + "mlp.mlp2_weight", packed=_as_it_is, key=KEY_EXPERTS + "linear_fc2.weight"),
     Row((HF_EXPERTS + "down_proj_bias",), lambda m: ((m.num_local_experts, m.hidden_size),),
         MG_EXPERTS + "linear_fc2.bias", _same, _same_back, per_expert=True,
         openai=OA + "mlp.mlp2_bias", key=KEY_EXPERTS + "linear_fc2.bias"),

@@ -443,7 +443,7 @@ def spoil_metadata(folder: Path) -> None:
 
 
 BAD_OTHERS = {
-    "MXFP4 scale of 255": ("q", spoil_scale, "down_proj_scales has scales of 255"),
+    "MXFP4 scale of 255": ("q", spoil_scale, "down_proj_scales has a scale of 255"),
     "Megatron NaN": ("mg", spoil_chunk, "router.bias has NaN or infinite numbers in layer 0"),
     "Megatron torn": ("mg", lambda f: (f / "__0_3.distcp").unlink(), "__0_3.distcp is missing"),
     "Megatron cut": ("mg", lambda f: cut(f / "__0_3.distcp", 500), "__0_3.distcp has 500 bytes"),

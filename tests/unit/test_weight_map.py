@@ -61,6 +61,16 @@ def test_rearrangements_worked_by_hand(one_rank):
     assert torch.equal(heads, torch.stack([q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]))
 
 
+@pytest.mark.parametrize("model", [TINY, SQUARE])
+def test_packed_rows_are_put_in_the_order_of_megatron_s(model):
+    """Moving packed rows and turning numbers are one and the same."""
+    tensors, packed = dict(strong_tensors(model, seed=3)), [entry for entry in entries(model) if entry.row.packed]
+    assert {entry.hf_names[0].rsplit(".", 1)[1] for entry in packed} == {"gate_up_proj", "down_proj"} and len(packed) == 4
+    for entry in packed:
+        x = tensors[entry.hf_names[0]][1]
+        assert torch.equal(entry.row.packed(x.t()), entry.row.to_megatron(model, x)), entry.hf_names
+
+
 def test_every_parameter_is_in_the_table(one_rank):
     model = our_model(TINY, one_rank, dict(strong_tensors(TINY, 0)))
     assert {e.megatron_name() for e in entries(TINY)} == {name for name, _ in model.named_parameters()}
