@@ -12,16 +12,14 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_gptoss.checkpoint.shards import INDEX, SINGLE, find_tensors, read
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.errors import CheckpointError
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def write_hf_folder(
@@ -99,27 +97,6 @@ def _flush(file: Path) -> None:
 
 
 def read_hf_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder, on the host, one at a time, file by file. Raises CheckpointError that names the folder or file."""
-    for file in _files(path):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                    yield name, handle.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({error})") from error
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
-    if (path / INDEX).exists():
-        try:
-            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path / INDEX}: not a safetensors index") from error
-    else:
-        names = [SINGLE]
-    missing = [name for name in names if not (path / name).exists()]
-    if missing:
-        raise CheckpointError(f"{path}: {', '.join(missing)} missing")
-    return [path / name for name in names]
+    """Every tensor of the folder as stored, on the host, one at a time, file by file. Raises CheckpointError for what cannot be read."""
+    for name, place in find_tensors(path).items():
+        yield name, read(path, place)

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_gptoss.checkpoint.hf_files import INDEX, SINGLE
 from megatron_gptoss.errors import CheckpointError
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000  # bytes; the safetensors format's own limit
@@ -49,6 +50,8 @@ def find_tensors(folder: Path) -> dict[str, Place]:
     Only headers are read. Raises CheckpointError for a file that is missing, cut off or no safetensors file, and for an index that names
     tensors other than the files hold.
     """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
     index = folder / INDEX
     if index.exists():
         try:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron_gptoss.checkpoint import shards
-from megatron_gptoss.checkpoint.hf_files import INDEX, SINGLE
 from megatron_gptoss.checkpoint.marker import write_marker
 from megatron_gptoss.checkpoint.megatron_files import Chunk, ChunkFile, object_key, saved_size, write_metadata
 from megatron_gptoss.checkpoint.mxfp4 import BLOCK, Loss, dequantise, quantise
@@ -155,8 +154,8 @@ class HuggingFaceTarget(Target):
         record.losses[name] = asdict(total)
 
     def finish(self, folder: Path, records: list[Record], companions: dict[str, Any]) -> None:
-        if SINGLE not in self.layout.shards:
-            (folder / INDEX).write_text(self.layout.index())
+        if shards.SINGLE not in self.layout.shards:
+            (folder / shards.INDEX).write_text(self.layout.index())
         write_hf_config(self.model, folder, dtype=str(self.dtype).removeprefix("torch."), **companions)
         if self.kind == "hf-mxfp4":
             config = json.loads((folder / "config.json").read_text()) | {"quantization_config": MXFP4_CONFIG}

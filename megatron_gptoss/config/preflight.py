@@ -168,9 +168,9 @@ def check_architecture(loaded: Loaded, key: str) -> None:
     packed = quantization(source.path)
     if packed:
         raise CheckpointError(
-            f"{loaded.show(key)}: {source.path / 'config.json'} has quantization_config ({packed}), and packed weights are not read yet; "
-            "MXFP4 comes with the converter. A folder in BF16 works: load this one with transformers and Mxfp4Config(dequantize=True), "
-            "save_pretrained it, and give that folder."
+            f"{loaded.show(key)}: {source.path / 'config.json'} has quantization_config ({packed}), and a run does not read packed "
+            f"weights. Convert them first, gptoss convert {source.path} NEW --to megatron, and give the new folder; one in BF16 works too "
+            "(--to hf)."
         )
     fields = difference(loaded.config.model, read_hf_config(source.path))
     if fields:

@@ -407,7 +407,7 @@ def test_packed_weights_are_refused_with_the_way_to_plain_ones(tmp_path):
     (tmp_path / "model.safetensors").write_text("")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(CheckpointError, match=r"quantization_config \(mxfp4\).*BF16 works"):
+    with pytest.raises(CheckpointError, match=r"quantization_config \(mxfp4\).*gptoss convert .* --to megatron.*BF16 works"):
         target(tiny(f"--run.dir={tmp_path}", f"--run.init={tmp_path}"))
 
 

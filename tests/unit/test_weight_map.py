@@ -161,7 +161,7 @@ def test_missing_and_torn_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=shard.name):
         list(read_hf_tensors(tmp_path / "m"))
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"{shard.name} missing"):
+    with pytest.raises(CheckpointError, match=f"{shard.name}, missing"):
         list(read_hf_tensors(tmp_path / "m"))
 
 
