@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_gptoss.config.load import DEFAULT, FIELDS, Flag, dump, explain, key_lines, load, parse_flags, to_toml, wanted
@@ -78,7 +78,6 @@ def test_a_key_is_found_on_the_line_that_sets_it_in_every_spelling():
 # ---- writing ------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.text(), st.floats(min_value=1e-30, max_value=1e30), st.booleans(), st.integers(min_value=0, max_value=2**62))
 def test_what_is_written_loads_to_the_same_config(text, number, truth, whole):
     config = Config.model_validate(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_gptoss.checkpoint.progress import MARKER
@@ -54,7 +54,6 @@ def test_the_demo_worked_by_hand():
     assert made.shortfall == ""
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(1, 6), st.integers(2, 8), st.integers(1, 6), st.integers(1, 3))
 def test_sizes_multiply_out(groups, group_size, minibatches, epochs):
     sequences = groups * group_size * minibatches
@@ -65,7 +64,6 @@ def test_sizes_multiply_out(groups, group_size, minibatches, epochs):
     assert made.on_policy == (minibatches == 1 and epochs == 1)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
 def test_actors_never_ask_for_more_cpus_than_there_are(cpus, ranks, engines, threads):
     made = plan(
@@ -211,7 +209,6 @@ def test_degrees_multiply_out_and_every_piece_exists_once():
     assert (made.tokens_multiple, made.least_microbatches) == (8, 4)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_balanced_stages_hold_all_layers_and_none_could_be_faster(layers, pipeline):
     pipeline = min(layers, pipeline)
@@ -256,7 +253,6 @@ def test_shares_that_add_up_to_one_in_decimals_are_accepted():
         assert isinstance(task, Arithmetic) and task.demonstration(random.Random(0)).kind != "clean"
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_nearest_brackets_the_value(n, value):
     around = [int(word) for word in nearest(divisors(n), value).split(", ") if word]
