@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,11 @@ import torch
 
 from megatron_gptoss.checkpoint.convert import convert
 from megatron_gptoss.checkpoint.forward import log_probs
+from megatron_gptoss.checkpoint.hf_files import write_hf_folder
+from megatron_gptoss.checkpoint.sources import open_source
 from megatron_gptoss.rollout.engine import EngineSettings, engine_environment
 from tests.helpers.checkpoints import openai_folder, random_mxfp4, tensors_of, write_source
+from tests.helpers.runs import CONFIGS, gptoss, must
 from tests.helpers.tiny_model import SQUARE, TINY, hugging_face_model
 
 SAME = 1e-5  # nats; two float32 implementations differ by 2e-6 to 4e-6
@@ -30,6 +34,8 @@ TOKENS = [(37 * place + 5) % TINY.vocab_size for place in range(60)]  # several 
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
+from megatron_gptoss.checkpoint.hf_files import write_hf_folder
+from megatron_gptoss.checkpoint.sources import open_source
 from megatron_gptoss.rollout.engine import EngineSettings, engine_arguments
 
 if __name__ == "__main__":
@@ -106,3 +112,21 @@ def test_openai_s_folder_computes_what_the_published_one_does(tmp_path):
     openai_folder(tmp_path / "original", tmp_path / "q")
     convert(tmp_path / "original", tmp_path / "hf", "hf")
     assert gap(log_probs(tmp_path / "hf", TOKENS), log_probs(tmp_path / "q", TOKENS)) == 0
+
+
+def test_the_command_line_converts_a_run_compares_it_and_computes_both(warm, tmp_path):
+    """A run directory as the source, in float32, saved by training; the result serves as --init of a run; a wrong result is refused."""
+    (tmp_path / "ids.txt").write_text("[" + ", ".join(map(str, range(20, 120))) + "]")
+    said = must("convert", str(warm), "hf", "--to", "hf", "--verify", "--tokens", "ids.txt", cwd=tmp_path)
+    assert re.search(r"sinks +2 of 2 equal", said) and re.search(r"router biases +2 of 2 equal", said)
+    found = re.search(r"log-probs of 100 tokens: largest difference (\S+), mean", said)
+    assert found and float(found[1]) < SAME
+    assert all(row["equal"] for row in json.loads((tmp_path / "hf.verify.json").read_text())["tensors"])
+
+    must("convert", "hf", "mg", "--to", "megatron", cwd=tmp_path)
+    assert "mg" in must("plan", *CONFIGS, "--init", "mg", cwd=tmp_path)
+
+    other = tmp_path / "other"
+    write_hf_folder(other, open_source(tmp_path / "hf").model, ((n, t + 0.01) for n, t in tensors_of(tmp_path / "hf").items()))
+    refused = gptoss("convert", "hf", "other", "--to", "hf", "--verify", cwd=tmp_path)
+    assert refused.returncode == 2 and "CheckpointError: the result is not the source: 0 tensors missing, 0 unexpected" in refused.stderr
