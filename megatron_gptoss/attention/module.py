@@ -44,7 +44,6 @@ class AttentionOptions:
     ignore_sinks: bool = False  # plain softmax
     drop_sink_gradient: bool = False  # the forward pass is right, the sinks' gradient is None
     ignore_window: bool = False  # every layer sees everything, on the backend of layers that do
-    widen_window: bool = False  # one visible key too many
 
 
 class SinkAttention(MegatronModule):
@@ -84,8 +83,6 @@ class SinkAttention(MegatronModule):
         # fp16's range. Scores are never held in 16 bits here, so there is nothing to do.
         self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window = None if options.ignore_window else layer_window(config, layer_number)
-        if self.window is not None:
-            self.window += options.widen_window
         self.backend = options.backend if self.window is None else options.backend_windowed
         self.deterministic = options.deterministic or bool(config.deterministic_mode)
         self.ignore_sinks, self.drop_sink_gradient = options.ignore_sinks, options.drop_sink_gradient

@@ -3,13 +3,13 @@
 In: ModelConfig, ParallelShape, dtype. Out: GptOssModel on this rank, weights allocated but NOT initialised (checkpoint.weight_map.load_hf
 fills them, from a checkpoint or from random_init). Process groups must exist (parallel.groups.init_groups).
 
-`fault` breaks the model on purpose, so that one can see the parity check refuse: "no-sinks" computes plain softmax, "window" lets windowed
-layers see one key more, "yarn" uses plain RoPE. The switches of [diagnose] break it on purpose too, to find where a fault comes from.
+`fault` breaks the model on purpose (faults.py), so that one can see the self-test refuse. The switches of [diagnose] break it on purpose
+too, to find where a fault comes from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, TrainerCo
 from megatron_gptoss.errors import ConfigError, MachineError
 from megatron_gptoss.model import deepep
 from megatron_gptoss.model.experts import moe_spec
+from megatron_gptoss.model.faults import break_model
 from megatron_gptoss.model.gpt_oss import GptOssModel
 from megatron_gptoss.model.layer import RotatedSelfAttention
 from megatron_gptoss.model.parts import Parts, parts_of
@@ -35,7 +36,6 @@ from megatron_gptoss.model.rotary import BACKENDS as ROTARY
 from megatron_gptoss.model.rotary import missing as rotary_lacks
 from megatron_gptoss.parallel.shape import ParallelShape
 
-FAULTS = ("none", "no-sinks", "window", "yarn")
 # What the backward pass computes again instead of keeping: nothing, every layer from its input, or the mixture of experts alone.
 RECOMPUTE = ("none", "full", "selective")
 # What carries tokens to the ranks of their experts.
@@ -105,7 +105,6 @@ def build_model(
         shape,
         dtype=dtype,
         attention=attention,
-        fault=fault,
         recompute=recompute,
         experts=experts,
         rotary=rotary,
@@ -116,6 +115,7 @@ def build_model(
     built = GptOssModel(config, layer_spec(parts), parts.norm, model.vocab_size, groups, layers)
     for parameter in built.parameters():  # torch's norm is float32 whatever the config says; a checkpoint has one dtype
         parameter.data = parameter.data.to(dtype)
+    break_model(built, fault)
     # Megatron allocates router weights on the host everywhere and moves them in the first forward pass, too late for DDP's buffers.
     return built.cuda() if torch.cuda.is_available() else built
 
@@ -159,25 +159,18 @@ def megatron_config(
     *,
     dtype: torch.dtype,
     attention: AttentionOptions = AttentionOptions(),
-    fault: str = "none",
     recompute: str = "none",
     experts: str = "loop",
     rotary: str = "reference",
     dispatcher: str = "alltoall",
 ) -> GptOssMegatronConfig:
     """GPT-OSS in Megatron's words. A new TransformerConfig field matters only if it is set here."""
-    if fault not in FAULTS:
-        raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
     if rotary not in ROTARY:
         raise ValueError(f"unknown rotary backend {rotary!r}; one of {', '.join(ROTARY)}")
     if dispatcher not in DISPATCHERS:
         raise ValueError(f"unknown dispatcher {dispatcher!r}; one of {', '.join(DISPATCHERS)}")
-    if fault == "no-sinks":
-        attention = replace(attention, ignore_sinks=True)
-    if fault == "window":
-        attention = replace(attention, widen_window=True)
     config = GptOssMegatronConfig(
         # sizes
         num_layers=model.num_hidden_layers,
@@ -199,7 +192,7 @@ def megatron_config(
         window_size=(model.sliding_window - 1, 0),  # Megatron counts the keys before the token, Hugging Face counts the token too
         window_attn_skip_freq=2,  # every second layer sees everything; Megatron counts layers from 1, so the first is windowed
         rotary_base=model.rope_theta,
-        yarn_rotary_scaling_factor=1.0 if fault == "yarn" else model.rope_factor,  # 1 is plain RoPE
+        yarn_rotary_scaling_factor=model.rope_factor,
         yarn_original_max_position_embeddings=model.rope_original_max_position,
         yarn_beta_fast=model.rope_beta_fast,
         yarn_beta_slow=model.rope_beta_slow,

@@ -55,6 +55,8 @@ class StackedLinear(torch.nn.Module):
 class GroupedExperts(MegatronModule):
     """The local experts, as MoELayer builds and calls them. Parameters are not initialised here."""
 
+    swap_gate_up = False  # wrong on purpose: the gate's half of linear_fc1 is taken for the other (faults.py)
+
     def __init__(
         self, num_local_experts: int, config: Any, *, pg_collection: ProcessGroupCollection | None = None, name: str | None = None
     ) -> None:
@@ -83,7 +85,10 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, hidden_NC: Tensor, tokens_per_expert: Tensor, weight_N: Tensor) -> tuple[Tensor, None]:
         """Rows sorted by expert, how many each has (int, anywhere), router weights -> (output [N, C], no bias left to add)."""
-        parameters: Any = (self.linear_fc1.weight, self.linear_fc1.bias, self.linear_fc2.weight, self.linear_fc2.bias, self.limit)
+        fc1: Any = (self.linear_fc1.weight, self.linear_fc1.bias)
+        if self.swap_gate_up:
+            fc1 = tuple(x.roll(x.shape[1] // 2, dims=1) for x in fc1)
+        parameters: Any = (*fc1, self.linear_fc2.weight, self.linear_fc2.bias, self.limit)
         if self.backend == "loop":
             return expert_reference.experts(hidden_NC, weight_N, tokens_per_expert.tolist(), *parameters), None
         offs_E = tokens_per_expert.cumsum(0).to(hidden_NC.device, torch.int32)

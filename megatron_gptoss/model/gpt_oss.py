@@ -116,6 +116,8 @@ class GptOssModel(LanguageModule):
     Built by build.build_model; parameters are not initialised here.
     """
 
+    head_fault = "none"  # wrong on purpose (faults.py); read by whoever makes the head
+
     def __init__(
         self, config: Any, layer_spec: Any, norm: Any, vocab_size: int, groups: ProcessGroupCollection, layers: Sequence[int]
     ) -> None:

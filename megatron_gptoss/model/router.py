@@ -95,6 +95,8 @@ class GptOssRouter(Router):
     """Megatron's parameters (`weight` [E, C], `bias` [E], marked as sequence-parallel, so that finalize_model_grads sums their gradients
     over the tensor-parallel ranks, each of which routes its own tokens), with GPT-OSS's routing."""
 
+    ignore_bias = False  # wrong on purpose (faults.py)
+
     def __init__(self, config: Any, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
         _refuse_other_routers(config)
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
@@ -111,7 +113,8 @@ class GptOssRouter(Router):
         """hidden [..., C] -> logits [T, E], experts [T, K] int64, probabilities [T, K], the last two in the order of the choice."""
         x_TC = hidden.reshape(-1, hidden.shape[-1])
         top_k: int = self.config.moe_router_topk
-        logits_TE = router_logits(x_TC, self.weight, self.bias)  # pyright: ignore[reportArgumentType]
+        bias_E: Any = torch.zeros_like(self.bias) if self.ignore_bias else self.bias  # pyright: ignore[reportArgumentType]
+        logits_TE = router_logits(x_TC, self.weight, bias_E)
 
         def own() -> Tensor:
             return choose_experts(logits_TE if self.noise is None else self.noise(logits_TE), top_k)

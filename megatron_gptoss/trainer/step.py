@@ -119,12 +119,13 @@ class Trainer(TrainedModel):
                 hidden_MC,
                 weight_VC,
                 batch.target_M,
-                temperature=temperature,
+                temperature=1.0 if self.module.head_fault == "temperature" else temperature,
                 chunk=self.config.logprob_chunk,
                 group=self.groups.tp,
                 backend=self.config.logprob,
             )
-            return torch.stack(both)
+            scores = torch.stack(both)
+            return scores.roll(1, dims=1) if self.module.head_fault == "shifted" else scores
 
         return self._run(batch, model, head)
 
