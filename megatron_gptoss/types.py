@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_gptoss.model.replay import Routes
+
 PolicyVersion = int  # 0 is the policy a run starts from; each optimizer update that is published adds one
 
 
@@ -40,6 +42,27 @@ class TurnRequest:
 
 
 @dataclass(frozen=True)
+class TokenRoutes:
+    """Which experts an engine ran the first tokens of a conversation through. Bytes: small on the way, and records stay comparable."""
+
+    experts: bytes  # uint8 [T, num_layers, top_k]; a row (one token in one layer) of zeros is missing
+    num_layers: int
+    top_k: int  # experts per token, at least 2: with one a row of zeros would be expert 0
+    num_experts: int  # of a layer, at most 256
+    num_rerouted: int = 0  # rows that a later turn ran again and sent elsewhere; `experts` keeps what the token after was sampled from
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.experts) // (self.num_layers * self.top_k)
+
+    def check(self) -> None:
+        if self.num_layers < 1 or self.top_k < 2 or self.num_experts > 256 or len(self.experts) % (self.num_layers * self.top_k):
+            raise ValueError(
+                f"{len(self.experts)} bytes are no routes of {self.num_layers} layers with {self.top_k} of {self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True)
 class TurnResult:
     """One assistant turn as an engine sampled it. Token ids and log-probs out."""
 
@@ -47,6 +70,7 @@ class TurnResult:
     logp: tuple[float, ...]  # [T] log-prob under the distribution sampled from (temperature applied), nats
     stop_reason: str  # "stop" | "length" | "abort"
     version: PolicyVersion  # weights that sampled it
+    routes: TokenRoutes | None = None  # of the request's tokens and the new ones but the last, which was never run; None: not asked for
 
     def check(self) -> None:
         if len(self.token_ids) != len(self.logp):
@@ -79,9 +103,14 @@ class Rollout:
     reward: float
     reward_parts: tuple[RewardPart, ...]
     labels: tuple[str, ...] = ()  # task's own words about the behaviour: "no-call", "stopped-early", "right", …
+    routes: TokenRoutes | None = None  # of the first tokens; the last sampled one has none. None: not asked for
 
     def check(self) -> None:
         T = len(self.token_ids)
+        if self.routes is not None:
+            self.routes.check()
+            if self.routes.num_tokens > T:
+                raise ValueError(f"rollout {self.prompt.id}#{self.index}: {T} tokens, but routes of {self.routes.num_tokens}")
         if not (len(self.sampled) == len(self.logp) == T):
             raise ValueError(f"rollout {self.prompt.id}#{self.index}: {T} tokens, {len(self.sampled)} flags, {len(self.logp)} log-probs")
         if any(lp != 0.0 for lp, s in zip(self.logp, self.sampled, strict=True) if not s):
@@ -108,6 +137,7 @@ class Sample:
     engine_logp: tuple[float, ...]  # [T] nats, 0.0 where not trained
     advantage: float  # of all trained tokens of the sequence
     token_advantages: tuple[float, ...] = ()  # [T], 0.0 where not trained, instead of `advantage` where tokens differ; (): they do not
+    routes: TokenRoutes | None = None  # the engine's, of the first tokens
 
     @property
     def num_trained(self) -> int:
@@ -128,6 +158,7 @@ class MicroBatch:
     sample_N: Tensor  # int64, which of the S sequences it belongs to
     advantage_N: Tensor  # float32
     engine_logp_N: Tensor  # float32, nats
+    routes: Routes | None = None  # the engine's, of the T tokens and all layers; None when no sample has any
 
     def check(self) -> None:
         T, N = self.tokens_T.numel(), self.predict_N.numel()

@@ -260,16 +260,18 @@ def _check_same_command(loaded: Loaded, path: Path, command: str) -> None:
 
 
 def _check_moments_are_there(loaded: Loaded, path: Path) -> None:
-    """A checkpoint of a run with frozen attention has no optimizer state for it. The other way round there is more than is needed."""
+    """A checkpoint of a run with frozen weights has no optimizer state for them. The other way round there is more than is needed."""
     try:
         before = tomllib.loads(RunDir(path).config_file.read_text())
     except (OSError, ValueError):
         return
-    if before.get("diagnose", {}).get("freeze_attention") and not loaded.config.diagnose.freeze_attention:
-        raise ConfigError(
-            f"{loaded.show('diagnose.freeze_attention')}, but {loaded.show('run.resume')} ran with true, so its checkpoint has no "
-            f"optimizer state for attention. Set diagnose.freeze_attention = true, or start from its weights with --init {path}."
-        )
+    for part in ("attention", "experts", "router"):
+        key = f"freeze_{part}"
+        if before.get("diagnose", {}).get(key) and not getattr(loaded.config.diagnose, key):
+            raise ConfigError(
+                f"{loaded.show(f'diagnose.{key}')}, but {loaded.show('run.resume')} ran with true, so its checkpoint has no "
+                f"optimizer state for {part}. Set diagnose.{key} = true, or start from its weights with --init {path}."
+            )
 
 
 def _check_writable(loaded: Loaded, run_dir: Path) -> None:

@@ -97,6 +97,18 @@ def _rl_rules(loaded: Loaded) -> Iterator[str]:
         )
     if rl.kl_in == "reward" and rl.kl_estimator == "unbiased":
         yield f'{show("rl.kl_estimator")} is k3 with another gradient, and {show("rl.kl_in")} has none. Use rl.kl_estimator = "k1" or "k3".'
+    model = loaded.config.model
+    if rl.router_replay != "none" and not (model.num_experts_per_tok >= 2 and model.num_local_experts <= 256):
+        yield (
+            f"{show('rl.router_replay')} keeps a byte for each expert of a token, and a row of zeros means that none is known: it needs at "
+            f"least 2 experts a token and at most 256 in all. Here {show('model.num_experts_per_tok')} and "
+            f'{show("model.num_local_experts")}. Use rl.router_replay = "none".'
+        )
+    if rl.router_replay == "scored" and rl.minibatches * rl.epochs == 1 and rl.old_logp == "auto":
+        yield (
+            f"{show('rl.router_replay')} takes over the experts of the pass that scores old log-probs, and an on-policy update has none "
+            f'({show("rl.old_logp")}, one update a step). Use rl.router_replay = "engine" or "none", or rl.old_logp = "scored".'
+        )
     if rl.overlong_buffer_tokens >= rollout.max_sequence_tokens:
         yield (
             f"{show('rl.overlong_buffer_tokens')} leaves no length without punishment, as {show('rollout.max_sequence_tokens')}. "

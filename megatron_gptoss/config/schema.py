@@ -170,6 +170,11 @@ class RlConfig(OptimizerFields):
         description="auto: an on-policy update takes the current log-prob as the old one, ratio 1; scored: always a pass of its own, "
         "which lets the noise of two passes into the ratio",
     )
+    router_replay: Literal["none", "engine", "scored"] = Field(
+        default="none",
+        description="whose choice of experts the trainer takes over; engine: the one each rollout was sampled with, scored: that of the "
+        "pass which scores old log-probs; probabilities and gradients stay the trainer's own",
+    )
     entropy_coef: float = 0.0
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
@@ -315,7 +320,7 @@ class ParityConfig(Section):
 
 
 class DiagnoseConfig(Section):
-    """Switches that take one part of attention out of training, to find where a fault comes from. All off in a run that is to be believed.
+    """Switches that take one part of the model out of training, to find where a fault comes from. All off in a run that is to be believed.
 
     ignore_sinks and ignore_window make another model of the trainer than the engines have, so the parity check refuses to begin
     `gptoss train` with them, unless parity.enabled is false.
@@ -327,6 +332,13 @@ class DiagnoseConfig(Section):
     freeze_attention: bool = Field(
         default=False,
         description="no weight of attention is trained: qkv, projection, sinks, and the norm before them",
+    )
+    freeze_experts: bool = Field(default=False, description="no weight or bias of an expert is trained")
+    freeze_router: bool = Field(default=False, description="no weight or bias of a router is trained")
+    routing_noise: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="standard deviation of noise on the router's logits that only its choice of experts sees, new in each forward pass of "
+        "the trainer: what rounding does that differs from pass to pass, made large; 0: none",
     )
 
 

@@ -146,11 +146,24 @@ def check_layout(model: ModelConfig, shape: ParallelShape) -> None:
         raise ConfigError(f"{error}.") from None
 
 
-def freeze_attention(model: GptOssModel) -> None:
-    """Norm, qkv, sinks and projection of every layer are no longer trained. Before DDP and the optimizer, which take up what is trained."""
+def freeze(model: GptOssModel, diagnose: DiagnoseConfig) -> None:
+    """What [diagnose] freezes is no longer trained. Before DDP and the optimizer, which take up what is trained. The norm before the
+    experts and their router belongs to neither."""
     for layer in model.decoder.layers:
-        for part in (layer.input_layernorm, layer.self_attention):
-            part.requires_grad_(False)  # pyright: ignore[reportCallIssue]
+        mlp: Any = layer.mlp
+        parts = [
+            (diagnose.freeze_attention, layer.input_layernorm),
+            (diagnose.freeze_attention, layer.self_attention),
+            (diagnose.freeze_experts, mlp.experts),
+            (diagnose.freeze_router, mlp.router),
+        ]
+        for is_frozen, part in parts:
+            if is_frozen:
+                part.requires_grad_(False)  # pyright: ignore[reportCallIssue]
+
+
+def freeze_attention(model: GptOssModel) -> None:
+    freeze(model, DiagnoseConfig(freeze_attention=True))
 
 
 def megatron_config(

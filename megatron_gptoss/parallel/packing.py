@@ -12,12 +12,14 @@ samples; and microbatches of like work are done at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron_gptoss.config.layout import layer_multiplications
 from megatron_gptoss.config.schema import ModelConfig
-from megatron_gptoss.types import MicroBatch, Sample
+from megatron_gptoss.model.replay import Routes, pack_routes
+from megatron_gptoss.types import MicroBatch, Sample, TokenRoutes
 
 Work = Callable[[int], float]  # tokens of a sequence -> what it costs, in any unit
 
@@ -181,15 +183,44 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
         sample_N=torch.tensor(owner, dtype=torch.int64),
         advantage_N=torch.tensor(advantage, dtype=torch.float32),
         engine_logp_N=torch.tensor(engine_logp, dtype=torch.float32),
+        routes=_packed_routes(samples),
     )
     batch.check()
     return batch
 
 
+def _packed_routes(samples: Sequence[Sample]) -> Routes | None:
+    """The engine's routes in the order of the packed tokens; rows of zeros where it has none. None when no sample has any."""
+    known = [s.routes for s in samples if s.routes is not None]
+    if not known:
+        return None
+    like = known[0]
+
+    def rows_TLK(routes: TokenRoutes | None) -> torch.Tensor | None:
+        if routes is None or not routes.experts:
+            return None
+        return torch.frombuffer(bytearray(routes.experts), dtype=torch.uint8).view(-1, routes.num_layers, routes.top_k)
+
+    return pack_routes(
+        [rows_TLK(s.routes) for s in samples],
+        [len(s.token_ids) for s in samples],
+        layers=range(like.num_layers),
+        num_experts=like.num_experts,
+        top_k=like.top_k,
+    )
+
+
 def filler(like: Sample) -> Sample:
     """A sample that trains nothing, for ranks that run out of samples: experts are shared, so all ranks must do as many passes."""
+    routes = like.routes
     return Sample(
-        name="filler", token_ids=like.token_ids[:2], trained=(False,) * len(like.token_ids[:2]), engine_logp=(0.0, 0.0), advantage=0.0
+        name="filler",
+        token_ids=like.token_ids[:2],
+        trained=(False,) * len(like.token_ids[:2]),
+        engine_logp=(0.0, 0.0),
+        advantage=0.0,
+        # The same tokens went the same way; without routes they would count as missing.
+        routes=None if routes is None else replace(routes, experts=routes.experts[: 2 * routes.num_layers * routes.top_k]),
     )
 
 

