@@ -53,7 +53,8 @@ def replay(run: Path, step: int) -> int:
     recorded = next((row for row in read_metrics(source.metrics_file) if row["step"] == step), None)
     if recorded is None or "grad/norm" not in recorded:
         raise DataError(f"{source.metrics_file} has no update at step {step}.")
-    groups = read_archive(source.rollouts / f"step-{step}.jsonl")
+    archive = source.rollouts / f"step-{step}.jsonl"
+    groups = read_archive(archive)
 
     with tempfile.TemporaryDirectory(prefix="gptoss-replay-") as scratch, ExitStack() as ending:
         elsewhere = [Flag("run.dir", scratch, "replay")]
@@ -61,6 +62,8 @@ def replay(run: Path, step: int) -> int:
             elsewhere.append(Flag("run.init", "", "replay"))  # only the KL term's reference comes from there; it may be gone
         loaded = load([source.config_file], elsewhere)
         plan = make_plan(loaded, detect_cluster())
+        if loaded.config.rl.router_replay == "engine" and not any(r.routes for g in groups for r in g.rollouts):
+            raise DataError(f'{archive} holds no routes, and the run trained with rl.router_replay = "engine": it cannot be trained again.')
         session = Session(loaded, plan, "train", ending)
         session.start_ray(num_actors=plan.world_size)
         session.make_trainer(session.config.rl, total_updates=plan.total_updates)

@@ -240,6 +240,7 @@ class Session:
                 seed=c.run.seed + index,
                 num_cpus=plan.engine_resources.num_cpus,
                 num_gpus=int(plan.engine_resources.num_gpus),
+                experts_to_tell=c.model.num_local_experts if c.rl.router_replay == "engine" else 0,
             )
             return start_engine(settings, name)
 
@@ -301,7 +302,10 @@ class Session:
         weights = self.world.export_weights()
         self.run(self.pool.publish(version, weights.buckets, weights.digest))
 
-    def collect(self, prompts: Sequence[Prompt], *, group_size: int, step: int, version: int, words: str) -> list[RolloutGroup]:
+    def collect(
+        self, prompts: Sequence[Prompt], *, group_size: int, step: int, version: int, words: str, routes: bool = False
+    ) -> list[RolloutGroup]:
+        """`routes`: the engines' experts come with the rollouts, and are kept."""
         c = self.config.rollout
         limits = CollectLimits(
             max_turns=c.max_turns,
@@ -322,6 +326,7 @@ class Session:
                     run_seed=self.config.run.seed,
                     step=step,
                     version=version,
+                    routes=routes,
                     progress=lambda _done, _total: bar.advance(),
                 )
             )

@@ -15,7 +15,7 @@ from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.loop.evaluate import evaluate
-from megatron_gptoss.loop.parity import check_parity
+from megatron_gptoss.loop.parity import self_test
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.loop.worst import write_worst
 from megatron_gptoss.obs.plan_table import plan_rows
@@ -56,8 +56,7 @@ def start(session: Session) -> None:
     session.publish(session.progress.policy_version)
     agreed = ""
     if c.parity.enabled:
-        rows = check_parity(session)
-        agreed = f"; largest gap between trainer and engine {max(r.max for r in rows):.1e} nats over {sum(r.tokens for r in rows)} tokens"
+        agreed = f"; {self_test(session).words()}"
     session.console.say(f"ready after {time.perf_counter() - began:.0f} s{agreed}")
     if session.progress.step == 0:
         if c.run.final_eval_prompts:
@@ -85,6 +84,7 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
             step=step,
             version=session.progress.policy_version,
             words=f"step {step}: rollouts",
+            routes=session.config.rl.router_replay == "engine",
         )
     write_archive(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
     session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + len(prompts))
@@ -97,7 +97,9 @@ def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepS
     batch = session.pack(make_samples(groups, rule), minibatches=c.rl.minibatches)
     kl_in_reward, kl_ref = c.rl.kl_coef > 0.0 and c.rl.kl_in == "reward", None
     with session.clock("score"):
-        old = session.world.score(batch, c.rollout.temperature) if kl_in_reward or not session.plan.on_policy else None
+        old = None
+        if kl_in_reward or not session.plan.on_policy:
+            old = session.world.score(batch, c.rollout.temperature, router_replay=c.rl.router_replay)
         if old is not None and kl_in_reward:
             ref = session.world.score(batch, c.rollout.temperature, reference=True)
             paid = kl_rewards(session.world.by_microbatch(batch, old, ref), estimator=c.rl.kl_estimator, coef=c.rl.kl_coef)
@@ -187,6 +189,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], kept: Kept) -> dict[str, flo
     }
     values |= {f"label/{name}": count / n for name, count in sorted(labels.items())}
     values |= {f"stop/{name}": count / n for name, count in sorted(stops.items())}
+    if any(r.routes for r in rollouts):
+        values["router/rerouted_rows"] = float(sum(r.routes.num_rerouted for r in rollouts if r.routes))
     if both:
         values["label/right_given_both_calls"] = sum("right" in r.labels for r in both) / len(both)
     return values

@@ -162,10 +162,6 @@ def freeze(model: GptOssModel, diagnose: DiagnoseConfig) -> None:
                 part.requires_grad_(False)  # pyright: ignore[reportCallIssue]
 
 
-def freeze_attention(model: GptOssModel) -> None:
-    freeze(model, DiagnoseConfig(freeze_attention=True))
-
-
 def megatron_config(
     model: ModelConfig,
     shape: ParallelShape,

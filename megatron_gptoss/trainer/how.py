@@ -14,6 +14,8 @@ from megatron_gptoss.config.schema import RlConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_gptoss.model.replay import Routes
+
 
 @dataclass(frozen=True)
 class TokenScores:
@@ -21,6 +23,7 @@ class TokenScores:
 
     logp_N: Tensor  # float32, nats
     entropy_N: Tensor  # float32, nats
+    routes: Routes | None = None  # where its tokens went, padding included; None where nobody asked (rl.router_replay)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ from megatron_gptoss.types import MicroBatch
 
 Record = TypeVar("Record")  # a dataclass with tensors
 Minibatch = Sequence[MicroBatch]  # this rank's microbatches of one optimizer update
+Around = Callable[[int], AbstractContextManager[None]]  # index of a microbatch -> a context for its forward pass
 
 
 class TrainedModel:
@@ -94,12 +96,18 @@ class TrainedModel:
     # -- passes --------------------------------------------------------------------------------------------------------------------------
 
     def _passes(
-        self, minibatch: Minibatch, temperature: float, use: Callable[[int, LocalBatch, Tensor], Tensor], *, backward: bool
+        self,
+        minibatch: Minibatch,
+        temperature: float,
+        use: Callable[[int, LocalBatch, Tensor], Tensor],
+        *,
+        backward: bool,
+        around: Around | None = None,
     ) -> None:
         """Megatron's schedule over the microbatches, forward and perhaps backward; gradients are added up over microbatches and ranks.
 
         On the last pipeline stage `use(j, local, scores)` gets what `_forward` says of microbatch j and returns this rank's part of the
-        loss.
+        loss. On every stage `around(j)` is a context around the forward pass of microbatch j.
         """
 
         def forward_step(todo: Iterator[int], model: torch.nn.Module):
@@ -109,7 +117,8 @@ class TrainedModel:
             def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 return use(j, local, scores), torch.tensor(local.target_M.numel(), dtype=torch.int, device=self.device), {}
 
-            return self._forward(local, temperature, model), loss
+            with around(j) if around is not None else nullcontext():
+                return self._forward(local, temperature, model), loss
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -135,7 +144,7 @@ class TrainedModel:
         )
 
     @torch.no_grad()
-    def _whole(self, batches: Minibatch, temperature: float, rows: int) -> list[Tensor]:
+    def _whole(self, batches: Minibatch, temperature: float, rows: int, around: Around | None = None) -> list[Tensor]:
         """float32 [rows, N] for each microbatch: what `_forward` says, without gradients, whole on every rank, on the CPU.
 
         In training mode as in an update: the same code path gives the same bits.
@@ -148,7 +157,7 @@ class TrainedModel:
             found[j][:, local.mine_M] = scores
             return scores.sum()
 
-        self._passes(batches, temperature, keep, backward=False)
+        self._passes(batches, temperature, keep, backward=False, around=around)
         everything = torch.cat(found, dim=1)
         for group in (self.groups.cp, self.groups.pp):  # each token was scored on one rank of both; the others hold zeros
             if group.size() > 1:

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
+from megatron_gptoss.rl.parity import PieceGap
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import MicroBatch, PeakMemory, StepStats
@@ -135,10 +137,18 @@ class TrainingWorld:
     def resume(self, path: Path) -> Progress:
         return self._same("load the checkpoint", "resume", str(path))[0]
 
-    def score(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], temperature: float, *, reference: bool = False) -> list:
+    def score(
+        self,
+        minibatches: Sequence[Sequence[Sequence[MicroBatch]]],
+        temperature: float,
+        *,
+        reference: bool = False,
+        router_replay: str = "none",
+    ) -> list:
         """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]. `reference`: of the reference
-        policy instead of the current one."""
-        scores = self._all("score", "score", [([m[d] for m in minibatches], temperature, reference) for d in self._data])
+        policy instead of the current one. `router_replay`: whose choice of experts the pass follows, and keep it for the update."""
+        arguments = [([m[d] for m in minibatches], temperature, reference, router_replay) for d in self._data]
+        scores = self._all("score", "score", arguments)
         return [scores[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)]
 
     @staticmethod
@@ -157,6 +167,21 @@ class TrainingWorld:
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
         """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
         return self._all("measure", "measure", [(minibatch[d], how) for d in self._data])[0]
+
+    @contextmanager
+    def broken(self, fault: str) -> Iterator[None]:
+        """The policy computes with this fault (model/faults.py) inside the block."""
+        self._same("be broken", "break_model", fault)
+        try:
+            yield
+        finally:
+            if self.healthy:
+                self._same("be mended", "mend_model")
+
+    def compare_pieces(self, minibatch: Sequence[Sequence[MicroBatch]], temperature: float, head_limit: float) -> list[PieceGap]:
+        """`minibatch[d]` are microbatches of data-parallel rank d. Rank 0's pieces beside the reference; a rank must hold the whole model.
+        `head_limit`: nats."""
+        return self._all("be compared with the reference", "compare_pieces", [(minibatch[d], temperature, head_limit) for d in self._data])[0]
 
     def peak_memory(self) -> list[PeakMemory | None]:
         """What each rank's GPU held at most; None for ranks on a CPU."""

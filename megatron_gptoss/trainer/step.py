@@ -24,7 +24,8 @@ from megatron_gptoss.checkpoint.weight_map import load_hf
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, TrainerConfig
 from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.logprob.api import selected_logprob
-from megatron_gptoss.model.build import attention_options, build_model, freeze_attention
+from megatron_gptoss.model.build import attention_options, build_model, freeze
+from megatron_gptoss.model.router import inject_choice_noise
 from megatron_gptoss.parallel.context import LocalBatch
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.aggregate import UpdateTotals
@@ -35,7 +36,8 @@ from megatron_gptoss.rl.objective import correction_recipe, objective, usable
 from megatron_gptoss.rl.tokens import Tokens
 from megatron_gptoss.rl.worst import worst_of, worst_rows, worst_tokens
 from megatron_gptoss.trainer.how import TokenScores, Update
-from megatron_gptoss.trainer.passes import Minibatch, TrainedModel
+from megatron_gptoss.trainer.passes import Around, Minibatch, TrainedModel
+from megatron_gptoss.trainer.routing import Place, Routing, routing_measures
 from megatron_gptoss.types import MicroBatch, StepStats, WorstToken
 
 
@@ -48,7 +50,12 @@ class Known:
     old: Sequence[TokenScores] | None  # of the whole microbatch, as `ref`; None: the update is on-policy
     ref: Sequence[TokenScores] | None
     measured: Totals
+    routing: Routing | None  # whose choice of experts the passes follow; None: everywhere the routers' own
     worst: list[Tensor] = field(default_factory=list)
+
+    @property
+    def around(self) -> Around | None:
+        return None if self.routing is None else self.routing.around
 
 
 class Trainer(TrainedModel):
@@ -64,7 +71,9 @@ class Trainer(TrainedModel):
         total_updates: int,
         fault: str = "none",
         diagnose: DiagnoseConfig = DiagnoseConfig(),
+        seed: int = 0,
     ) -> None:
+        """`seed`: of diagnose.routing_noise; every rank has noise of its own, for tokens of its own."""
         module = build_model(
             model,
             shape,
@@ -77,11 +86,12 @@ class Trainer(TrainedModel):
             dispatcher=trainer.dispatcher,
             transformer=trainer.transformer,
         )
-        if diagnose.freeze_attention:
-            freeze_attention(module)
+        freeze(module, diagnose)
+        inject_choice_noise(module, diagnose.routing_noise, seed + 1_000_003 * dist.get_rank())
         super().__init__(module, trainer, shape, optimizer, total_updates=total_updates)
         self.model_config = model
         self.reference: list[Tensor] | None = None
+        self.place = Place(model, module, shape, self.device)
 
     # -- weights -------------------------------------------------------------------------------------------------------------------------
 
@@ -130,16 +140,21 @@ class Trainer(TrainedModel):
         return self._run(batch, model, head)
 
     @torch.no_grad()
-    def score(self, batches: Minibatch, *, temperature: float = 1.0, reference: bool = False) -> list[TokenScores]:
+    def score(
+        self, batches: Minibatch, *, temperature: float = 1.0, reference: bool = False, router_replay: str = "none"
+    ) -> list[TokenScores]:
         """Log-probs of the trained tokens under the current (or the reference) policy, without gradients, whole on every rank.
 
-        In training mode as in an update: the same code path gives the same bits.
+        In training mode as in an update: the same code path gives the same bits. router_replay: as in the configuration; the scores then
+        hold the routes that an update has to take to be the same policy. The reference is another policy and routes for itself.
         """
         if reference:
             with self._reference_weights():
                 return self.score(batches, temperature=temperature)
-        parts = self._whole(batches, temperature, 2)
-        return [TokenScores(logp_N=part[0].contiguous(), entropy_N=part[1].contiguous()) for part in parts]
+        routing = None if router_replay == "none" else Routing(self.place, batches, router_replay, keep=True)
+        parts = self._whole(batches, temperature, 2, None if routing is None else routing.around)
+        routes = [None] * len(batches) if routing is None else routing.whole()
+        return [TokenScores(part[0].contiguous(), part[1].contiguous(), of_batch) for part, of_batch in zip(parts, routes, strict=True)]
 
     # -- update --------------------------------------------------------------------------------------------------------------------------
 
@@ -158,6 +173,7 @@ class Trainer(TrainedModel):
         first, every = Totals.empty(self.device), Totals.empty(self.device)  # first epoch: the policy that sampled; every: the updates
         norms: list[float] = []
         worst: list[WorstToken] = []
+        routed = torch.zeros(2, dtype=torch.int64)
         stepped, problem = True, ""
         for epoch, i in ((e, i) for e in range(epochs) for i in range(len(minibatches))):
             known = self._known(minibatches[i], how, old[i] if old is not None else None, ref[i] if ref is not None else None)
@@ -168,6 +184,8 @@ class Trainer(TrainedModel):
             if epoch == 0:
                 first.merge(totals)
                 worst += worst_tokens(known.worst, minibatches[i])
+                if known.routing is not None:
+                    routed += known.routing.counts
             norm, stepped = self._step(totals.sums)
             norms.append(norm)
             if not stepped:
@@ -175,7 +193,8 @@ class Trainer(TrainedModel):
                 break
         self._count_skips(stepped, problem)
         made = len(norms) - (not stepped)
-        return self._stats(first, every, worst, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
+        stats = self._stats(first, every, worst, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
+        return self._with_routing(stats, how, routed)
 
     @torch.no_grad()
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
@@ -187,18 +206,24 @@ class Trainer(TrainedModel):
             return self._loss(j, local, scores, how, known)
 
         if minibatch:
-            self._passes(minibatch, how.temperature, add, backward=False)
+            self._passes(minibatch, how.temperature, add, backward=False, around=known.around)
         self._over_ranks(known.measured)
         self._require_usable(known.measured, how)
         worst = worst_tokens(known.worst, minibatch)
-        return self._stats(known.measured, known.measured, worst, grad_norm=0.0, num_updates=0, skipped=False, problem="")
+        stats = self._stats(known.measured, known.measured, worst, grad_norm=0.0, num_updates=0, skipped=False, problem="")
+        return self._with_routing(stats, how, known.routing.counts if known.routing is not None else torch.zeros(2, dtype=torch.int64))
+
+    def _with_routing(self, stats: StepStats, how: Update, routed: Tensor) -> StepStats:
+        if _router_replay(how) == "none":
+            return stats
+        return replace(stats, measures=(*stats.measures, *routing_measures(routed, self.device)))
 
     def _known(self, minibatch: Minibatch, how: Update, old: Sequence[TokenScores] | None, ref: Sequence[TokenScores] | None) -> Known:
         """Count the tokens and sequences of a minibatch over all ranks; with normalised weights, their mean too, from a scoring pass."""
         tokens = [self._tokens(batch) for batch in minibatch]
         totals = self._totals(tokens)
         if how.policy is not None and how.policy.correction_normalize:
-            scored = old if old is not None else self.score(minibatch, temperature=how.temperature)
+            scored = old or self.score(minibatch, temperature=how.temperature, router_replay=_router_replay(how))
             recipe, weights = correction_recipe(how.policy), torch.zeros(2, dtype=torch.float64, device=self.device)
             for j, (batch, of_batch) in enumerate(zip(minibatch, tokens, strict=True)):
                 local = self._local(batch)
@@ -207,7 +232,9 @@ class Trainer(TrainedModel):
                 weights += weight_sums(recipe, correct(recipe, logp_N, engine_N, of_batch, usable_N), of_batch)
             self._over_data(weights)
             totals = replace(totals, weight_mean=mean_weight(weights))
-        return Known(tokens, totals, old, ref, Totals.empty(self.device))
+        mode = _router_replay(how)
+        routing = None if mode == "none" else Routing(self.place, minibatch, mode, old)
+        return Known(tokens, totals, old, ref, Totals.empty(self.device), routing)
 
     def _stats(
         self,
@@ -263,7 +290,7 @@ class Trainer(TrainedModel):
         def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
             return self._loss(j, local, scores, how, known) / max(known.totals.tokens, 1.0)
 
-        self._passes(minibatch, how.temperature, add, backward=True)
+        self._passes(minibatch, how.temperature, add, backward=True, around=known.around)
         self._over_ranks(known.measured)
         self._require_usable(known.measured, how)
         return known.measured
@@ -309,7 +336,8 @@ class Trainer(TrainedModel):
                 return self._loss(j, local, scores, how, alone)
 
             with self.model.no_sync(), self._unreduced():
-                self._passes([batch], how.temperature, add, backward=True)
+                around = None if known.routing is None else lambda _, j=j, routing=known.routing: routing.around(j)
+                self._passes([batch], how.temperature, add, backward=True, around=around)
             # Experts are left out: their gradients come from the tokens of all ranks. What is frozen has none.
             trained = (p for p in self.module.parameters() if p.requires_grad)
             own = [p.main_grad for p in trained if getattr(p, "allreduce", True)]  # pyright: ignore[reportAttributeAccessIssue]
@@ -341,6 +369,10 @@ class Trainer(TrainedModel):
         path = how.dump_dir / f"{how.label}-rank{dist.get_rank()}-microbatch{j}.pt"
         torch.save({"microbatch": batch, "why": what}, path)
         return f"{names}; dumped to {path}"
+
+
+def _router_replay(how: Update) -> str:
+    return "none" if how.policy is None else how.policy.router_replay
 
 
 def _needs_reference(how: Update) -> bool:

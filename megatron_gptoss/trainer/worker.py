@@ -24,8 +24,11 @@ from megatron_gptoss.types import PeakMemory
 if TYPE_CHECKING:
     import ray
 
+    from collections.abc import Callable
+
     from megatron_gptoss.checkpoint.background import Planner, Saving
     from megatron_gptoss.checkpoint.progress import Progress
+    from megatron_gptoss.rl.parity import PieceGap
     from megatron_gptoss.trainer.how import TokenScores, Update
     from megatron_gptoss.trainer.step import Minibatch
     from megatron_gptoss.types import StepStats
@@ -73,6 +76,7 @@ class TrainerWorker:
         self.settings, self.rank = settings, rank
         self.saving: Saving  # the checkpoint last begun
         self.planner: Planner | None = None
+        self._mend: list[Callable[[], None]] = []
         log = Path(settings.log_dir) / f"trainer-{rank}.log"
         self._log = log.open("a", buffering=1)
         for stream in (sys.stdout, sys.stderr):
@@ -122,7 +126,9 @@ class TrainerWorker:
             seed=s.seed,
             backend="nccl" if s.use_gpu else "gloo",
         )
-        self.trainer = Trainer(s.model, s.trainer, s.shape, s.optimizer, total_updates=s.total_updates, fault=s.fault, diagnose=s.diagnose)
+        self.trainer = Trainer(
+            s.model, s.trainer, s.shape, s.optimizer, total_updates=s.total_updates, fault=s.fault, diagnose=s.diagnose, seed=s.seed
+        )
         if s.first_weights.kind == "checkpoint":
             load_training_state(Path(s.first_weights.path), model=self.trainer.model)
         else:
@@ -148,9 +154,11 @@ class TrainerWorker:
         t.skipped_in_a_row = progress.skipped_in_a_row
         return progress
 
-    def score(self, minibatches: Sequence[Minibatch], temperature: float, reference: bool = False) -> list[list[TokenScores]]:
+    def score(
+        self, minibatches: Sequence[Minibatch], temperature: float, reference: bool = False, router_replay: str = "none"
+    ) -> list[list[TokenScores]]:
         """Of the ranks that share a model only the first answers; all have the same."""
-        scores = [self.trainer.score(m, temperature=temperature, reference=reference) for m in minibatches]
+        scores = [self.trainer.score(m, temperature=temperature, reference=reference, router_replay=router_replay) for m in minibatches]
         shape = self.settings.shape
         return scores if self.rank == shape.first_rank(shape.data_index(self.rank)) else []
 
@@ -159,6 +167,26 @@ class TrainerWorker:
 
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
         return self.trainer.measure(minibatch, how)
+
+    def break_model(self, fault: str) -> None:
+        """The policy computes with this fault (model/faults.py) until it is mended; its weights stay."""
+        from megatron_gptoss.model.faults import break_model
+
+        self._mend.append(break_model(self.trainer.module, fault))
+
+    def mend_model(self) -> None:
+        """The last fault goes."""
+        self._mend.pop()()
+
+    def compare_pieces(self, minibatch: Minibatch, temperature: float, head_limit: float) -> list[PieceGap]:
+        """Each piece of the policy beside the reference, on what passes through it while this minibatch is scored."""
+        from megatron_gptoss.checkpoint.weight_map import export_hf
+        from megatron_gptoss.model.pieces import compare, watched
+
+        t = self.trainer
+        with watched(t.module) as seen:
+            logp = [scores.logp_N for scores in t.score(minibatch, temperature=temperature)]
+        return compare(seen, export_hf(t.module, self.settings.model), self.settings.model, minibatch, logp, temperature, head_limit)
 
     def peak_memory(self) -> PeakMemory | None:
         """The most this rank's GPU held since it started; None on a CPU."""
