@@ -138,6 +138,8 @@ class Sample:
     advantage: float  # of all trained tokens of the sequence
     token_advantages: tuple[float, ...] = ()  # [T], 0.0 where not trained, instead of `advantage` where tokens differ; (): they do not
     routes: TokenRoutes | None = None  # the engine's, of the first tokens
+    values: tuple[float, ...] = ()  # [T] what a critic expected before each trained token, 0.0 elsewhere; (): no critic
+    value_targets: tuple[float, ...] = ()  # [T] what it should have expected; nan on trained tokens that teach it nothing
 
     @property
     def num_trained(self) -> int:
@@ -159,13 +161,15 @@ class MicroBatch:
     advantage_N: Tensor  # float32
     engine_logp_N: Tensor  # float32, nats
     routes: Routes | None = None  # the engine's, of the T tokens and all layers; None when no sample has any
+    value_N: Tensor | None = None  # float32, a critic's before the step; None: no critic
+    value_target_N: Tensor | None = None  # float32, nan where the critic learns nothing
 
     def check(self) -> None:
         T, N = self.tokens_T.numel(), self.predict_N.numel()
         if int(self.cu_seqlens[-1]) != T or len(self.names) != self.cu_seqlens.numel() - 1:
             raise ValueError("cu_seqlens does not cover the packed tokens")
-        for field in ("target_N", "sample_N", "advantage_N", "engine_logp_N"):
-            if getattr(self, field).numel() != N:
+        for field in ("target_N", "sample_N", "advantage_N", "engine_logp_N", "value_N", "value_target_N"):
+            if getattr(self, field) is not None and getattr(self, field).numel() != N:
                 raise ValueError(f"{field} has {getattr(self, field).numel()} entries, predict_N has {N}")
 
 
@@ -186,6 +190,21 @@ class WorstToken:
     token_id: int
     trainer_logp: float  # nats
     engine_logp: float  # nats
+
+
+@dataclass(frozen=True)
+class CriticStats:
+    """What one step of the critic measured, over all ranks. Field comments give the metric name in metrics.jsonl."""
+
+    loss: float  # critic/loss, of the first epoch: before the step
+    clip_fraction: float  # critic/clip_fraction, share of tokens whose clipped value decided, over all updates
+    grad_norm: float  # critic/grad_norm, before clipping, mean over the step's updates
+    learning_rate: float  # critic/lr
+    num_updates: int  # critic/updates
+    skipped: bool  # True when an update was refused; those after it were not tried
+    problem: str = ""  # when skipped
+    value_mean: float = 0.0  # critic/value_mean, of the values that the step's advantages were made of
+    explained_variance: float = 0.0  # critic/explained_variance, of their targets
 
 
 @dataclass(frozen=True)
@@ -211,6 +230,7 @@ class StepStats:
     problem: str = ""  # when skipped: which microbatch, which value, where it was dumped
     measures: tuple[Measure, ...] = ()  # mismatch in more detail: by sequence, by position, by assistant turn
     worst: tuple[WorstToken, ...] = ()  # the largest gaps between trainer and engine first
+    critic: CriticStats | None = None  # None: no critic
 
 
 @dataclass(frozen=True)

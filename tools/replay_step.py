@@ -69,7 +69,7 @@ def replay(run: Path, step: int) -> int:
         session.make_trainer(session.config.rl, total_updates=plan.total_updates)
         session.start()
         session.world.resume(checkpoint.absolute())
-        kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
+        kept = keep_informative(groups, drop_uniform=session.config.rl.leaves_out_uniform_groups)
         stats = update(session, step, kept.groups)
     values = step_metrics(stats)
     equal = True

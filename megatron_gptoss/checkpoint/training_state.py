@@ -20,7 +20,7 @@ import random
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -129,9 +130,32 @@ def layout_in_force() -> Layout:
     }
 
 
+class Trained(Protocol):
+    """Another model of the same world with its optimizer: the critic."""
+
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+
+
+CRITIC = "critic"  # its place in a checkpoint, and with a dot the beginning of its tensors' keys
+
+
 def _state_to_save(
-    model: DistributedDataParallel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler, progress: Progress
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer,
+    schedule: OptimizerParamScheduler,
+    progress: Progress,
+    critic: Trained | None = None,
 ) -> dict[str, Any]:
+    state = _trained_to_save(model, optimizer, schedule)
+    if critic is not None:
+        state[CRITIC] = _trained_to_save(critic.model, critic.optimizer, critic.schedule)
+        add_prefix_for_sharding(state[CRITIC], f"{CRITIC}.")
+    return {**state, "random": _random_of_ranks(), "progress": asdict(progress)}
+
+
+def _trained_to_save(model: DistributedDataParallel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler) -> dict[str, Any]:
     _complete_state(optimizer)
     module: Any = model.module
     parts: Any = optimizer.chained_optimizers
@@ -144,13 +168,16 @@ def _state_to_save(
             for i, part in enumerate(parts)
         },
         "schedule": schedule.state_dict(),
-        "random": _random_of_ranks(),
-        "progress": asdict(progress),
     }
 
 
 def _state_to_load(
-    model: DistributedDataParallel, optimizer: ChainedOptimizer | None, schedule: OptimizerParamScheduler | None, *, with_random: bool
+    model: DistributedDataParallel,
+    optimizer: ChainedOptimizer | None,
+    schedule: OptimizerParamScheduler | None,
+    critic: Trained | None,
+    *,
+    with_random: bool,
 ) -> dict[str, Any]:
     metadata = _metadata()
     module: Any = model.module
@@ -160,7 +187,22 @@ def _state_to_load(
         state["schedule"] = schedule.state_dict()
         if with_random:
             state["random"] = _random_of_ranks()
+    if critic is not None:
+        state[CRITIC] = _state_to_load(critic.model, critic.optimizer, critic.schedule, None, with_random=False)
+        add_prefix_for_sharding(state[CRITIC], f"{CRITIC}.")
     return state
+
+
+def _take(
+    loaded: Any, model: DistributedDataParallel, optimizer: ChainedOptimizer | None, schedule: OptimizerParamScheduler | None
+) -> None:
+    """What was loaded goes into its model, and into its optimizer and schedule when they are given."""
+    model.module.load_state_dict(loaded["model"])
+    if optimizer is not None and schedule is not None:
+        _use_rates_in_force(loaded["optimizer"], optimizer)
+        optimizer.load_state_dict(loaded["optimizer"])
+        _separate_steps(optimizer)
+        schedule.load_state_dict(loaded["schedule"])
 
 
 def _random_of_ranks() -> ShardedObject:
@@ -178,6 +220,7 @@ def begin_save(
     optimizer: ChainedOptimizer,
     schedule: OptimizerParamScheduler,
     progress: Progress,
+    critic: Trained | None = None,
     needed_bytes: int = 0,
     background: bool = True,
     timeout_s: float = 600.0,
@@ -197,7 +240,7 @@ def begin_save(
         raise CheckpointError(cannot_save(path, problem))
     planner, layout = planner or Planner(), layout_in_force()
     try:
-        state = _state_to_save(model, optimizer, schedule, progress)
+        state = _state_to_save(model, optimizer, schedule, progress, critic)
         tensors: list[Any] = [entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
         live = {tensor.untyped_storage().data_ptr() for tensor in tensors} if background else set()
         planner.plan(state, temporary)
@@ -250,6 +293,7 @@ def load_training_state(
     model: DistributedDataParallel,
     optimizer: ChainedOptimizer | None = None,
     schedule: OptimizerParamScheduler | None = None,
+    critic: Trained | None = None,
 ) -> Progress:
     """Load `path` into the parts given (all ranks call this). Without an optimizer only the weights are read.
 
@@ -259,21 +303,24 @@ def load_training_state(
     if torn:
         raise CheckpointError(f"{path} is no complete checkpoint: {torn}.")
     same_layout = written_layout(path) == layout_in_force()
-    if optimizer is not None:
-        _accept_step_of_torch_adam()
-        _complete_state(optimizer)
+    for part in (optimizer, critic.optimizer if critic is not None else None):
+        if part is not None:
+            _accept_step_of_torch_adam()
+            _complete_state(part)
     try:
-        state = _state_to_load(model, optimizer, schedule, with_random=same_layout)
+        if critic is not None and CRITIC not in dist_checkpointing.load_common_state_dict(str(path)):
+            raise CheckpointError(
+                f'{path} has no critic, which rl.advantage = "gae" would go on with: the run that wrote it had none. Start a new run from '
+                f"its weights with --init {path}, or go on with the rl.advantage it had."
+            )
+        state = _state_to_load(model, optimizer, schedule, critic, with_random=same_layout)
         state: Any = dist_checkpointing.load(state, str(path))
     except (OSError, KeyError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
-    model.module.load_state_dict(state["model"])
-    if optimizer is not None and schedule is not None:
-        _use_rates_in_force(state["optimizer"], optimizer)
-        optimizer.load_state_dict(state["optimizer"])
-        _separate_steps(optimizer)
-        schedule.load_state_dict(state["schedule"])
-        if same_layout:
-            set_random_state(state["random"])
+    _take(state, model, optimizer, schedule)
+    if critic is not None:
+        _take(state[CRITIC], critic.model, critic.optimizer, critic.schedule)
+    if optimizer is not None and same_layout:
+        set_random_state(state["random"])
     known = {f.name for f in fields(Progress)}
     return Progress(**{k: v for k, v in state["progress"].items() if k in known})

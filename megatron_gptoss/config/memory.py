@@ -56,8 +56,17 @@ def kv_bytes_per_token(config: Config) -> int:
 def checkpoint_bytes(config: Config) -> int:
     """A training checkpoint on disk, over all ranks: every parameter once as a weight in `trainer.dtype`, as an fp32 master copy (Megatron
     writes one for fp32 weights too) and as two fp32 moments. 16 bytes per parameter for fp32, 14 for bf16; random states are not counted.
+    A critic is as much again, with a value head instead of the output layer.
     """
-    return count_parameters(config.model).total * (BYTES[config.trainer.dtype] + 4 + 8)
+    model = config.model
+    parameters = count_parameters(model).total
+    if config.rl.has_critic:
+        parameters += parameters - model.vocab_size * model.hidden_size + value_head_parameters(model)
+    return parameters * (BYTES[config.trainer.dtype] + 4 + 8)
+
+
+def value_head_parameters(model: ModelConfig) -> int:
+    return model.hidden_size + 1
 
 
 def engine_memory(config: Config) -> list[MemoryPart]:

@@ -67,7 +67,8 @@ class RunPlan:
     sequences_per_step: int
     sequences_per_minibatch: int  # over all ranks, before groups without signal are dropped
     updates_per_step: int  # optimizer updates: minibatches x epochs
-    total_updates: int  # over the whole run
+    total_updates: int  # of the policy, over the whole run
+    critic_updates: int  # of the critic, over the whole run; 0: there is none
     on_policy: bool  # one update per step: the old log-probs are those of the update itself, scoring is skipped
     max_tokens_per_step: int  # when every rollout is as long as it may be
     # engines
@@ -120,7 +121,8 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         sequences_per_step=rl.sequences_per_step,
         sequences_per_minibatch=rl.sequences_per_step // rl.minibatches,
         updates_per_step=updates,
-        total_updates=config.run.steps * updates,
+        total_updates=(config.run.steps - rl.has_critic * rl.critic_warmup_steps) * updates,
+        critic_updates=rl.has_critic * config.run.steps * updates,
         on_policy=updates == 1 and rl.old_logp == "auto",
         max_tokens_per_step=rl.sequences_per_step * rollout.max_sequence_tokens,
         num_engines=rollout.num_engines,

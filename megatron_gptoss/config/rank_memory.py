@@ -12,11 +12,11 @@ vocabulary, b bytes of a weight or activation.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megatron_gptoss.config.layout import stages
-from megatron_gptoss.config.memory import BYTES, OPTIMIZER_CHUNK, MemoryPart
+from megatron_gptoss.config.memory import BYTES, OPTIMIZER_CHUNK, MemoryPart, value_head_parameters
 from megatron_gptoss.config.schema import Config
 
 GIB = 2**30
@@ -117,6 +117,14 @@ def held_parameters(config: Config, stage: int) -> Held:
     return Held(dense, experts, ceil(dense / (parallel.data * parallel.context)), ceil(experts / copies))
 
 
+def held_by_critic(config: Config, stage: int) -> Held:
+    """The policy's parameters, with a value head, whole on each rank of the last stage, in place of the output layer."""
+    held, last = held_parameters(config, stage), stage == config.parallel.pipeline - 1
+    model, parallel = config.model, config.parallel
+    dense = held.dense + last * (value_head_parameters(model) - model.vocab_size * model.hidden_size // parallel.tensor)
+    return replace(held, dense=dense, dense_updated=ceil(dense / (parallel.data * parallel.context)))
+
+
 def expert_parameters(config: Config) -> int:
     hidden, wide = config.model.hidden_size, config.model.intermediate_size
     return hidden * 2 * wide + 2 * wide + wide * hidden + hidden
@@ -127,20 +135,28 @@ def _state_bytes(config: Config) -> int:
     return 2 * BYTES[config.trainer.optimizer_states] + (0 if config.trainer.dtype == "float32" else 4)
 
 
-def _weights(config: Config, held: Held) -> Iterable[MemoryPart]:
-    trainer = config.trainer
-    b = BYTES[trainer.dtype]
-    yield MemoryPart("weights", held.all * b)
-    yield MemoryPart("gradients", held.all * 4)  # summed and reduced in float32
-    optimizer = round(held.updated * _state_bytes(config) * (1 - trainer.optimizer_offload))
-    yield MemoryPart("optimizer", optimizer)
+def _trained(config: Config, held: Held, whose: str = "") -> tuple[MemoryPart, MemoryPart, MemoryPart]:
+    """What one trained model holds all the time."""
+    return (
+        MemoryPart(f"{whose}weights", held.all * BYTES[config.trainer.dtype]),
+        MemoryPart(f"{whose}gradients", held.all * 4),  # summed and reduced in float32
+        MemoryPart(f"{whose}optimizer", round(held.updated * _state_bytes(config) * (1 - config.trainer.optimizer_offload))),
+    )
+
+
+def _weights(config: Config, held: Held, critic: Held | None) -> Iterable[MemoryPart]:
+    b = BYTES[config.trainer.dtype]
+    trained = [_trained(config, held)] + ([_trained(config, critic, "critic's ")] if critic else [])
+    for parts in trained:
+        yield from parts
     if config.rl.kl_coef > 0:
         yield MemoryPart("reference policy", held.all * b)
         # While it is scored, the current weights wait beside it.
         yield MemoryPart("current weights, while the reference is scored", held.all * b, "reference")
     yield MemoryPart("AdamW's temporaries", _step_temporaries(config, held), "step")
-    # Megatron allocates the model, then the buffers its weights move into; the optimizer comes after that.
-    yield MemoryPart("weights twice, before the optimizer is", max(held.all * b - optimizer, 0), "build")
+    # Megatron allocates the model, then the buffers its weights move into; the optimizer comes after that. The critic is built last.
+    weights, _, optimizer = (part.num_bytes for part in trained[-1])
+    yield MemoryPart("weights twice, before the optimizer is", max(weights - optimizer, 0), "build")
     if config.parallel.expert > 1:
         gathered = config.model.num_local_experts * 2 * config.model.intermediate_size * config.model.hidden_size * b
         yield MemoryPart("a layer's experts, gathered and turned to be published", 2 * gathered, "publish")
@@ -299,8 +315,9 @@ def _pass(config: Config, stage: int) -> Iterable[MemoryPart]:
 
 def _stage(config: Config, stage: int) -> RankMemory:
     held = held_parameters(config, stage)
-    parts = (*_weights(config, held), *_pass(config, stage))
-    host = _host_bytes(config, held)
+    critic = held_by_critic(config, stage) if config.rl.has_critic else None
+    parts = (*_weights(config, held, critic), *_pass(config, stage))
+    host = _host_bytes(config, held) + (_host_bytes(config, critic) if critic else 0)
     return RankMemory(stage, parts, tuple(_overhead(config, RankMemory(stage, parts, (), host))), host)
 
 

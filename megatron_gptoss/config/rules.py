@@ -20,7 +20,6 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 # `gptoss plan` says so and goes on; the commands that run refuse.
 NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
     "cluster.share_gpus": None,
-    "rl.advantage": ("gae",),
 }
 
 
@@ -84,7 +83,12 @@ def _rl_rules(loaded: Loaded) -> Iterator[str]:
     rl, rollout, show = loaded.config.rl, loaded.config.rollout, loaded.show
     if rl.advantage == "gae" and rl.credit == "sequence":
         yield f'{show("rl.advantage")} values single tokens or turns, and {show("rl.credit")}. Use rl.credit = "token" or "turn".'
-    if rl.gamma < 1 and rl.credit == "sequence":
+    if rl.has_critic and rl.critic_warmup_steps >= loaded.config.run.steps:
+        yield (
+            f"{show('rl.critic_warmup_steps')} leaves no step of {show('run.steps')} in which the policy learns. "
+            f"Use at most {loaded.config.run.steps - 1}."
+        )
+    if rl.gamma < 1 and rl.credited == "sequence":
         yield f'{show("rl.gamma")} discounts by token or turn, and {show("rl.credit")}. Use rl.gamma = 1.0, or rl.credit = "turn".'
     if rl.dual_clip and rl.surrogate == "cispo":
         yield f"{show('rl.dual_clip')} bounds a clipped ratio's loss, and {show('rl.surrogate')} has none. Use rl.dual_clip = 0.0."

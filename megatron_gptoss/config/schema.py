@@ -136,20 +136,31 @@ class RlConfig(OptimizerFields):
         description="group: GRPO, divided by the group's standard deviation; group-mean: Dr.GRPO, not; rloo: against the mean of the "
         "others; reinforce++: no group, whitened over the step; reinforce++-baseline: less the group's mean, then whitened; gae: a critic",
     )
-    credit: Literal["sequence", "turn", "token"] = Field(
-        default="sequence",
-        description="what gets an advantage of its own: the rollout, each assistant turn, or each token (discounted rewards from there on)",
+    credit: Literal["auto", "sequence", "turn", "token"] = Field(
+        default="auto",
+        description="what gets an advantage of its own: the rollout, each assistant turn, or each token (discounted rewards from there "
+        "on); auto: token with gae, else sequence",
     )
     gamma: Probability = Field(default=1.0, description="discount of rewards, per turn or token as rl.credit says")
     gae_lambda: Probability = Field(default=1.0, description="lambda of generalized advantage estimation; 1: no bias from the critic")
     value_clip: Annotated[float, Field(ge=0)] = Field(default=0.2, description="how far a critic's value may move in one step; 0: any")
+    critic_lr: Annotated[float, Field(gt=0)] = Field(
+        default=1e-3,
+        description="gae: the critic's learning rate; warm-up, decay and the other keys of the optimizer are those of the policy",
+    )
+    critic_warmup_steps: NonNegative = Field(
+        default=3,
+        description="gae: first steps of a run in which only the critic learns, since advantages are no better than its values",
+    )
     whiten_advantages: bool = Field(default=False, description="mean 0 and variance 1 over all trained tokens of the step")
     overlong_buffer_tokens: NonNegative = Field(
         default=0,
         description="DAPO's soft punishment: reward falls over this many last tokens of rollout.max_sequence_tokens; 0: none",
     )
     overlong_penalty: Annotated[float, Field(ge=0)] = Field(default=1.0, description="what a conversation of full length loses by it")
-    drop_uniform_groups: bool = Field(default=True, description="leave out groups whose rewards are all equal; they carry no signal")
+    drop_uniform_groups: bool = Field(
+        default=True, description="leave out groups whose rewards are all equal; they carry no signal, but with gae, which leaves none out"
+    )
     surrogate: Literal["ppo", "gspo", "cispo"] = Field(
         default="ppo",
         description="ppo: a token's ratio is clipped; gspo: its sequence's; cispo: the clipped ratio weighs REINFORCE",
@@ -207,6 +218,22 @@ class RlConfig(OptimizerFields):
         default=0.001,
         description="share of trained tokens with an infinite or NaN log-prob above which the run stops; below it they are masked",
     )
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def credited(self) -> Literal["sequence", "turn", "token"]:
+        """What `credit` comes to."""
+        if self.credit == "auto":
+            return "token" if self.has_critic else "sequence"
+        return self.credit
+
+    @property
+    def leaves_out_uniform_groups(self) -> bool:
+        """A critic's advantages compare no rollouts of a group; and it must see the prompts that always go well or never."""
+        return self.drop_uniform_groups and not self.has_critic
 
 
 class RolloutConfig(Section):

@@ -46,14 +46,16 @@ from megatron_gptoss.obs.run_dir import (
 )
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
+from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.rollout.collect import CollectLimits, collect
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
 from megatron_gptoss.rollout.pool import EnginePool, PoolCounts
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
+from megatron_gptoss.trainer.how import CriticSettings
 from megatron_gptoss.trainer.start import RankResources, TrainingWorld
 from megatron_gptoss.trainer.worker import FirstWeights, TrainerSettings
-from megatron_gptoss.types import MicroBatch, Prompt, RolloutGroup, Sample, StepStats
+from megatron_gptoss.types import CriticStats, MicroBatch, Prompt, RolloutGroup, Sample, StepStats
 
 T = TypeVar("T")
 
@@ -199,6 +201,7 @@ class Session:
             first_weights=self.first_weights,
             total_updates=total_updates,
             keep_reference=self.command == "train" and c.rl.kl_coef > 0.0,
+            critic=self._critic(),
             seed=c.run.seed,
             fault=c.parity.trainer_fault,
             diagnose=c.diagnose,
@@ -210,6 +213,12 @@ class Session:
         self.trainer = TrainingWorld(settings, RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus))
         self.ending.callback(self.trainer.stop)
         self.ending.callback(self._end_save)
+
+    def _critic(self) -> CriticSettings | None:
+        """Warm-up, decay, betas and all else of its optimizer are the policy's; the rate is its own."""
+        if self.command != "train" or not self.config.rl.has_critic:
+            return None
+        return CriticSettings(self.config.rl.model_copy(update={"lr": self.config.rl.critic_lr}), self.plan.critic_updates)
 
     def _first_weights(self) -> FirstWeights:
         """What the trainer starts from. A resumed run needs its first weights again only as the reference of the KL term."""
@@ -346,12 +355,8 @@ class Session:
         """The trainer's log-probs of each sample's trained tokens, in the samples' order."""
         packed = self.pack(samples)
         scores = self.world.score(packed, self.config.rollout.temperature)
-        found: dict[str, list[float]] = {s.name: [] for s in samples}
-        for rank in range(self.plan.data_parallel):
-            for batch, score in zip(packed[0][rank], scores[rank][0], strict=True):
-                for owner, logp in zip(batch.sample_N.tolist(), score.logp_N.tolist(), strict=True):
-                    found[batch.names[owner]].append(logp)
-        return [found[s.name] for s in samples]
+        found = by_sample(self.world.by_microbatch(packed, scores))
+        return [found.get(s.name, []) for s in samples]
 
     def show_memory(self) -> None:
         """The fullest rank's peak so far, as planned and as measured. Said once, after the first update; a CPU has no such figures."""
@@ -381,6 +386,10 @@ class Session:
             self.console.say(f"step {step}: an update was refused after {stats.num_updates} made: {stats.problem}")
         skipped = self.progress.skipped_in_a_row + 1 if stats.skipped else 0
         self.progress = replace(self.progress, skipped_in_a_row=skipped)
+
+    def note_critic(self, step: int, stats: CriticStats) -> None:
+        if stats.skipped:
+            self.console.say(f"step {step}: an update of the critic was refused after {stats.num_updates} made: {stats.problem}")
 
     def say_resumed(self) -> None:
         """From where a run goes on, and what other places of its ranks mean."""

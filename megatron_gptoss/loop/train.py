@@ -22,12 +22,14 @@ from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.obs.report import write_report
 from megatron_gptoss.rl.advantages import AdvantageRule, Kept, keep_informative
 from megatron_gptoss.rl.kl_reward import kl_rewards
-from megatron_gptoss.rl.samples import is_trained, make_samples
+from megatron_gptoss.rl.samples import by_sample, is_trained, make_samples
+from megatron_gptoss.rl.value_loss import value_figures
 from megatron_gptoss.rollout.archive import write_archive
 from megatron_gptoss.trainer.how import Update
-from megatron_gptoss.types import RolloutGroup, StepStats
+from megatron_gptoss.types import CriticStats, MicroBatch, RolloutGroup, Sample, StepStats
 
 SHOWN_ROLLOUTS = 3
+NO_VALUES = AdvantageRule("group-mean")  # makes samples when advantages do not matter, or not yet
 
 
 def run_training(loaded: Loaded, plan: RunPlan) -> None:
@@ -35,7 +37,7 @@ def run_training(loaded: Loaded, plan: RunPlan) -> None:
         start(session)
         for step in steps(session):
             groups = take_rollouts(session, step)
-            kept = keep_informative(groups, drop_uniform=session.config.rl.drop_uniform_groups)
+            kept = keep_informative(groups, drop_uniform=session.config.rl.leaves_out_uniform_groups)
             stats = update(session, step, kept.groups) if has_samples(kept.groups) else measure(session, groups)
             publish(session, stats)
             record(session, step, groups, kept, stats)
@@ -92,10 +94,11 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
 
 
 def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepStats:
-    """Score when the update is not on-policy or its rewards need log-probs, then update."""
+    """Score when the update is not on-policy, or its rewards need log-probs, or its advantages a critic's values; then update."""
     c, rule = session.config, advantage_rule(session.config)
-    batch = session.pack(make_samples(groups, rule), minibatches=c.rl.minibatches)
-    kl_in_reward, kl_ref = c.rl.kl_coef > 0.0 and c.rl.kl_in == "reward", None
+    kl_in_reward, kl_ref, paid = c.rl.kl_coef > 0.0 and c.rl.kl_in == "reward", None, None
+    samples = make_samples(groups, NO_VALUES if c.rl.has_critic else rule)
+    batch = session.pack(samples, minibatches=c.rl.minibatches)
     with session.clock("score"):
         old = None
         if kl_in_reward or not session.plan.on_policy:
@@ -105,22 +108,37 @@ def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepS
             paid = kl_rewards(session.world.by_microbatch(batch, old, ref), estimator=c.rl.kl_estimator, coef=c.rl.kl_coef)
             rewards = [reward for each in paid.values() for reward in each]
             kl_ref = sum(-reward for reward in rewards) / c.rl.kl_coef / len(rewards)
+        values = by_sample(session.world.values(batch)) if c.rl.has_critic else None
+        if paid is not None or values is not None:
             # The same lengths give the same packing, so what was scored still fits.
-            batch = session.pack(make_samples(groups, rule, token_rewards=paid), minibatches=c.rl.minibatches)
+            samples = make_samples(groups, rule, token_rewards=paid, values=values)
+            batch = session.pack(samples, minibatches=c.rl.minibatches)
     if session.plan.on_policy:
         old = None  # the update's own log-probs, detached: a ratio of exactly 1
     how = Update(policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}")
     with session.clock("update"):
-        stats = session.world.update(batch, how, old)
-    session.note_skip(step, stats)
+        critic = update_critic(session, step, batch, samples) if c.rl.has_critic else None
+        if critic is not None and step <= c.rl.critic_warmup_steps:
+            stats = session.world.measure(session.pack(samples)[0], how)
+        else:
+            stats = session.world.update(batch, how, old)
+            session.note_skip(step, stats)
     session.show_memory()
-    return stats if kl_ref is None else replace(stats, kl_ref=kl_ref)
+    stats = stats if kl_ref is None else replace(stats, kl_ref=kl_ref)
+    return stats if critic is None else replace(stats, critic=critic)
+
+
+def update_critic(session: Session, step: int, batch: list[list[list[MicroBatch]]], samples: Sequence[Sample]) -> CriticStats:
+    """Towards the targets that the step's samples carry. How good the values were is measured on those that made the advantages."""
+    stats, figures = session.world.update_critic(batch, session.config.rl), value_figures(samples)
+    session.note_critic(step, stats)
+    return replace(stats, value_mean=figures.mean, explained_variance=figures.explained_variance)
 
 
 def advantage_rule(config: Config) -> AdvantageRule:
     """The configuration's words about advantages."""
     given = {field.name: getattr(config.rl, field.name) for field in fields(AdvantageRule) if field.name != "max_sequence_tokens"}
-    return AdvantageRule(**given, max_sequence_tokens=config.rollout.max_sequence_tokens)
+    return replace(AdvantageRule(**given), credit=config.rl.credited, max_sequence_tokens=config.rollout.max_sequence_tokens)
 
 
 def has_samples(groups: Sequence[RolloutGroup]) -> bool:
@@ -132,7 +150,7 @@ def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | Non
 
     None when no rollout has a token to measure.
     """
-    samples = make_samples(groups, AdvantageRule("group-mean"))
+    samples = make_samples(groups, NO_VALUES)
     if not samples:
         return None
     how = Update(policy=session.config.rl, temperature=session.config.rollout.temperature)
@@ -218,6 +236,16 @@ def step_metrics(stats: StepStats | None) -> dict[str, float]:
         "mismatch/truncated_fraction": stats.truncated_fraction,
     }
     values |= {measure.name: measure.value for measure in stats.measures}
+    if stats.critic is not None:
+        values |= {
+            "critic/loss": stats.critic.loss,
+            "critic/explained_variance": stats.critic.explained_variance,
+            "critic/value_mean": stats.critic.value_mean,
+            "critic/clip_fraction": stats.critic.clip_fraction,
+            "critic/grad_norm": stats.critic.grad_norm,
+            "critic/lr": stats.critic.learning_rate,
+            "critic/updates": float(stats.critic.num_updates),
+        }
     return values | ({"grad/norm": stats.grad_norm} if stats.num_updates or stats.skipped else {})
 
 

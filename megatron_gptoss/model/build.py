@@ -91,9 +91,10 @@ def build_model(
     rotary: str = "reference",
     dispatcher: str = "alltoall",
     transformer: str = "local",
+    kind: type[GptOssModel] = GptOssModel,
 ) -> GptOssModel:
-    """The layers of this rank, on its GPU or on the host. Raises ConfigError for a layout that does not fit the model, MachineError for a
-    backend of attention, experts or rotary embedding, a dispatcher or a transformer that cannot run here."""
+    """The layers of this rank, on its GPU or on the host; `kind` says with which head. Raises ConfigError for a layout that does not fit
+    the model, MachineError for a backend of attention, experts or rotary embedding, a dispatcher or a transformer that cannot run here."""
     check_layout(model, shape)
     if rotary == "fused" and (lacking := rotary_lacks(torch.device("cuda" if torch.cuda.is_available() else "cpu"), model.head_dim)):
         raise MachineError(f"rotary backend 'fused' cannot run here: {lacking}")
@@ -112,7 +113,7 @@ def build_model(
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layers = shape.layers_of_stages(model.num_hidden_layers)[groups.pp.rank()]
-    built = GptOssModel(config, layer_spec(parts), parts.norm, model.vocab_size, groups, layers)
+    built = kind(config, layer_spec(parts), parts.norm, model.vocab_size, groups, layers)
     for parameter in built.parameters():  # torch's norm is float32 whatever the config says; a checkpoint has one dtype
         parameter.data = parameter.data.to(dtype)
     break_model(built, fault)

@@ -152,17 +152,20 @@ class GptOssModel(LanguageModule):
         )
         self.decoder = LayerStack(config, layer_spec, norm, groups, layers)
         if self.post_process:
-            self.output_layer = tensor_parallel.ColumnParallelLinear(
-                config.hidden_size,
-                vocab_size,
-                config=config,
-                init_method=config.init_method,
-                bias=False,
-                gather_output=False,
-                tp_group=groups.tp,
-            )
+            self._add_head(config, vocab_size)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
+
+    def _add_head(self, config: Any, vocab_size: int) -> None:
+        self.output_layer = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.pg_collection.tp,
+        )
 
     def set_input_tensor(self, tensor: Any) -> None:
         """The pipeline schedules hand in what the stage before sent, [T, 1, C] (None on the first stage), alone or in a list."""
@@ -195,8 +198,9 @@ class GptOssModel(LanguageModule):
             hidden = make_viewless_tensor(inp=self.stage_input, requires_grad=True, keep_graph=True)
         rotary = self._rotary(position_ids, packed_seq_params)
         hidden = self.decoder(hidden, rotary, packed_seq_params)
-        if not self.post_process:
-            return hidden
+        return self._use_head(hidden, packed_seq_params, head) if self.post_process else hidden
+
+    def _use_head(self, hidden: Tensor, packed_seq_params: PackedSeqParams | None, head: Head | None) -> Any:
         if head is not None:
             weight_VC: Any = self.output_layer.weight
             if self.config.sequence_parallel:

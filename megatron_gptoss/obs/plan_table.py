@@ -10,6 +10,7 @@ from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import MemoryPart, engine_memory
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.rank_memory import GIB, RankMemory, trainer_memory
+from megatron_gptoss.config.schema import Config
 from megatron_gptoss.obs.console import ALARM
 from megatron_gptoss.types import PeakMemory
 
@@ -55,6 +56,7 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
             f"{_number(plan.updates_per_step, 'update')} a step, of {plan.sequences_per_minibatch} sequences over all ranks; "
             + ("on-policy, so nothing is scored twice" if plan.on_policy else "old log-probs are scored first"),
         ),
+        *([("critic", _critic(config))] if config.rl.has_critic else []),
         (
             "length",
             f"at most {_number(rollout.max_turns, 'turn')} of {rollout.max_turn_tokens} tokens, {plan.engine_max_model_len} tokens in all",
@@ -105,6 +107,12 @@ def predicted_and_measured(predicted: RankMemory, measured: PeakMemory) -> list[
 def _beside(predicted: int, measured: int) -> str:
     off = f", predicted {100 * (predicted / measured - 1):+.1f} %" if measured else ""
     return f"predicted {_size(predicted)}, measured {_size(measured)}{off}"
+
+
+def _critic(config: Config) -> str:
+    rl = config.rl
+    first = f"learns alone in the first {_number(rl.critic_warmup_steps, 'step')}" if rl.critic_warmup_steps else "learns with the policy"
+    return f"values each {rl.credited}, beginning from the policy's weights; rate {rl.critic_lr:g}, {first}"
 
 
 def _trainer(plan: RunPlan) -> str:

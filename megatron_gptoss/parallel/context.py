@@ -32,6 +32,8 @@ class LocalBatch:
     advantage_M: Tensor  # float32
     engine_logp_M: Tensor  # float32, nats
     mine_M: Tensor  # int64, which of the microbatch's N predictions these are
+    value_M: Tensor | None = None  # float32, a critic's before the step; None: no critic
+    value_target_M: Tensor | None = None  # float32, nan where the critic learns nothing
 
 
 def pad(batch: MicroBatch, multiple: int) -> MicroBatch:
@@ -71,4 +73,6 @@ def take_shard(batch: MicroBatch, *, rank: int, ranks: int, multiple: int) -> Lo
         advantage_M=batch.advantage_N[mine],
         engine_logp_M=batch.engine_logp_N[mine],
         mine_M=mine,
+        value_M=None if batch.value_N is None else batch.value_N[mine],
+        value_target_M=None if batch.value_target_N is None else batch.value_target_N[mine],
     )

@@ -160,6 +160,8 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
     owner: list[int] = []
     advantage: list[float] = []
     engine_logp: list[float] = []
+    values: list[float] = []
+    value_targets: list[float] = []
     for s, sample in enumerate(samples):
         base = len(tokens)
         tokens += sample.token_ids
@@ -172,6 +174,9 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
                 owner.append(s)
                 advantage.append(sample.token_advantages[t] if sample.token_advantages else sample.advantage)
                 engine_logp.append(sample.engine_logp[t])
+                values += sample.values[t : t + 1]
+                value_targets += sample.value_targets[t : t + 1]
+    with_values = any(sample.values for sample in samples)
     batch = MicroBatch(
         names=tuple(s.name for s in samples),
         tokens_T=torch.tensor(tokens, dtype=torch.int64),
@@ -184,6 +189,8 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
         advantage_N=torch.tensor(advantage, dtype=torch.float32),
         engine_logp_N=torch.tensor(engine_logp, dtype=torch.float32),
         routes=_packed_routes(samples),
+        value_N=torch.tensor(values, dtype=torch.float32) if with_values else None,
+        value_target_N=torch.tensor(value_targets, dtype=torch.float32) if with_values else None,
     )
     batch.check()
     return batch
@@ -213,12 +220,15 @@ def _packed_routes(samples: Sequence[Sample]) -> Routes | None:
 def filler(like: Sample) -> Sample:
     """A sample that trains nothing, for ranks that run out of samples: experts are shared, so all ranks must do as many passes."""
     routes = like.routes
+    nothing = (0.0,) * len(like.token_ids[:2])
     return Sample(
         name="filler",
         token_ids=like.token_ids[:2],
-        trained=(False,) * len(like.token_ids[:2]),
-        engine_logp=(0.0, 0.0),
+        trained=(False,) * len(nothing),
+        engine_logp=nothing,
         advantage=0.0,
+        values=nothing if like.values else (),
+        value_targets=nothing if like.values else (),
         # The same tokens went the same way; without routes they would count as missing.
         routes=None if routes is None else replace(routes, experts=routes.experts[: 2 * routes.num_layers * routes.top_k]),
     )

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron_gptoss.rl.kl import kl_estimate
+from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.types import MicroBatch
 
 
 def kl_rewards(scored: Iterable[tuple[MicroBatch, Tensor, Tensor]], *, estimator: str, coef: float) -> dict[str, list[float]]:
     """`scored`: microbatch, policy's and reference's log-probs [N]. A token with one that is not finite pays nothing."""
-    found: dict[str, list[float]] = {}
-    for batch, logp_N, ref_logp_N in scored:
+
+    def paid(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
         usable_N = logp_N.isfinite() & ref_logp_N.isfinite()
-        kl_N = kl_estimate(estimator, torch.where(usable_N, logp_N, 0.0), torch.where(usable_N, ref_logp_N, 0.0))
-        for owner, kl in zip(batch.sample_N.tolist(), kl_N.tolist(), strict=True):
-            found.setdefault(batch.names[owner], []).append(-coef * kl)
-    return found
+        return -coef * kl_estimate(estimator, torch.where(usable_N, logp_N, 0.0), torch.where(usable_N, ref_logp_N, 0.0)).double()
+
+    return by_sample((batch, paid(logp_N, ref_logp_N)) for batch, logp_N, ref_logp_N in scored)

@@ -6,12 +6,15 @@ ones, give no sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
+
+from torch import Tensor
 
 from megatron_gptoss.rl.advantages import AdvantageRule, Credited, Episode, credit
 from megatron_gptoss.rl.shaping import overlong_penalty
-from megatron_gptoss.types import Rollout, RolloutGroup, Sample
+from megatron_gptoss.types import MicroBatch, Rollout, RolloutGroup, Sample
 
 PerToken = Mapping[str, Sequence[float]]  # sample name -> one number for each trained token
 
@@ -24,14 +27,32 @@ def is_trained(rollout: Rollout) -> bool:
     return rollout.stop_reason != "aborted" and any(rollout.sampled)
 
 
-def make_samples(groups: Sequence[RolloutGroup], rule: AdvantageRule, *, token_rewards: PerToken | None = None) -> list[Sample]:
+def by_sample(found: Iterable[tuple[MicroBatch, Tensor]]) -> dict[str, list[float]]:
+    """What was found of the trained tokens [N] of each microbatch, by sample name, in the order of a sample's tokens."""
+    sorted_out: dict[str, list[float]] = {}
+    for batch, value_N in found:
+        for owner, value in zip(batch.sample_N.tolist(), value_N.tolist(), strict=True):
+            sorted_out.setdefault(batch.names[owner], []).append(value)
+    return sorted_out
+
+
+def make_samples(
+    groups: Sequence[RolloutGroup], rule: AdvantageRule, *, token_rewards: PerToken | None = None, values: PerToken | None = None
+) -> list[Sample]:
     """One sample per rollout that can be trained on. A group's statistics count all of its rollouts, also those that give no sample.
 
-    `token_rewards`: what is earned with each trained token beside the rollout's reward, for the samples that have any.
+    `token_rewards`: what is earned with each trained token beside the rollout's reward, for the samples that have any. `values`: what a
+    critic expected before each trained token, of every sample; they come back in the samples, with what it should have expected.
     """
-    credited = credit_groups(groups, rule, token_rewards=token_rewards)
+    credited = credit_groups(groups, rule, token_rewards=token_rewards, values=values)
     trained = [rollout for group in groups for rollout in group.rollouts if is_trained(rollout)]
-    return [_sample(rollout, advantage) for rollout, advantage in zip(trained, credited.advantages, strict=True)]
+    samples = [_sample(rollout, advantage) for rollout, advantage in zip(trained, credited.advantages, strict=True)]
+    if values is None or not credited.targets:
+        return samples
+    return [
+        replace(sample, values=_spread(values[sample.name], sample.trained), value_targets=_spread(targets, sample.trained))
+        for sample, targets in zip(samples, credited.targets, strict=True)
+    ]
 
 
 def credit_groups(
@@ -63,16 +84,18 @@ def turn_lengths(sampled: Sequence[bool]) -> tuple[int, ...]:
 
 def _sample(rollout: Rollout, advantage: float | list[float]) -> Sample:
     rollout.check()
-    each: list[float] = []
-    if isinstance(advantage, list):
-        coming = iter(advantage)
-        each = [next(coming) if flag else 0.0 for flag in rollout.sampled]
     return Sample(
         name=sample_name(rollout),
         token_ids=rollout.token_ids,
         trained=rollout.sampled,
         engine_logp=rollout.logp,
         advantage=0.0 if isinstance(advantage, list) else advantage,
-        token_advantages=tuple(each),
+        token_advantages=_spread(advantage, rollout.sampled) if isinstance(advantage, list) else (),
         routes=rollout.routes,
     )
+
+
+def _spread(each: Sequence[float], trained: Sequence[bool]) -> tuple[float, ...]:
+    """A number for each trained token, at its place in the sequence; 0.0 elsewhere."""
+    coming = iter(each)
+    return tuple(next(coming) if flag else 0.0 for flag in trained)

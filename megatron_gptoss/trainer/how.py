@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_gptoss.config.schema import RlConfig
+from megatron_gptoss.config.schema import OptimizerFields, RlConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,14 @@ class TokenScores:
     logp_N: Tensor  # float32, nats
     entropy_N: Tensor  # float32, nats
     routes: Routes | None = None  # where its tokens went, padding included; None where nobody asked (rl.router_replay)
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """What a critic has of its own beside the policy's settings."""
+
+    optimizer: OptimizerFields
+    total_updates: int
 
 
 @dataclass(frozen=True)

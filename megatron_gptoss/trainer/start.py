@@ -20,12 +20,13 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_gptoss.checkpoint.progress import Progress
+from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rl.parity import PieceGap
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
-from megatron_gptoss.types import MicroBatch, PeakMemory, StepStats
+from megatron_gptoss.types import CriticStats, MicroBatch, PeakMemory, StepStats
 
 LOG_LINES = 12
 
@@ -154,10 +155,17 @@ class TrainingWorld:
     @staticmethod
     def by_microbatch(minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *scored: list) -> Iterator[tuple]:
         """(microbatch, its log-probs in each of `scored`): what `score` returned for these minibatches, put beside them."""
-        for m, minibatch in enumerate(minibatches):
-            for d, batches in enumerate(minibatch):
-                for j, batch in enumerate(batches):
-                    yield batch, *(scores[d][m][j].logp_N for scores in scored)
+        for batch, *found in _beside(minibatches, *scored):
+            yield batch, *(scores.logp_N for scores in found)
+
+    def values(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]]) -> Iterator[tuple]:
+        """(microbatch, the critic's values [N] before its trained tokens) for every microbatch."""
+        values = self._all("value", "values", [([m[d] for m in minibatches],) for d in self._data])
+        return _beside(minibatches, [values[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)])
+
+    def update_critic(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], rl: RlConfig) -> CriticStats:
+        """One training step of the critic, towards the targets that the microbatches carry."""
+        return self._all("update the critic", "update_critic", [([m[d] for m in minibatches], rl) for d in self._data])[0]
 
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
@@ -205,3 +213,11 @@ class TrainingWorld:
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
+
+
+def _beside(minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *found: list) -> Iterator[tuple]:
+    """(microbatch, what each of `found` has for it); found[d][m][j] is of data-parallel rank d's microbatch j of minibatch m."""
+    for m, minibatch in enumerate(minibatches):
+        for d, batches in enumerate(minibatch):
+            for j, batch in enumerate(batches):
+                yield batch, *(each[d][m][j] for each in found)

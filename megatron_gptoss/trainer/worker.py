@@ -17,21 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, TrainerConfig
+from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, RlConfig, TrainerConfig
 from megatron_gptoss.parallel.shape import ParallelShape
+from megatron_gptoss.trainer.how import CriticSettings
 from megatron_gptoss.types import PeakMemory
 
 if TYPE_CHECKING:
-    import ray
-
     from collections.abc import Callable
+
+    import ray
+    from torch import Tensor
 
     from megatron_gptoss.checkpoint.background import Planner, Saving
     from megatron_gptoss.checkpoint.progress import Progress
     from megatron_gptoss.rl.parity import PieceGap
+    from megatron_gptoss.trainer.critic import Critic
     from megatron_gptoss.trainer.how import TokenScores, Update
-    from megatron_gptoss.trainer.step import Minibatch
-    from megatron_gptoss.types import StepStats
+    from megatron_gptoss.trainer.passes import Minibatch
+    from megatron_gptoss.types import CriticStats, StepStats
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class TrainerSettings:
     first_weights: FirstWeights
     total_updates: int
     keep_reference: bool
+    critic: CriticSettings | None  # None: no critic
     seed: int
     fault: str
     diagnose: DiagnoseConfig
@@ -136,7 +140,14 @@ class TrainerWorker:
         self.trainer.weights_changed()
         if s.keep_reference:
             self.trainer.keep_reference()
+        self.critic = self._make_critic(s.critic) if s.critic is not None else None
         return sum(p.numel() for p in self.trainer.module.parameters())
+
+    def _make_critic(self, own: CriticSettings) -> Critic:
+        from megatron_gptoss.trainer.critic import Critic
+
+        s, policy = self.settings, self.trainer.module
+        return Critic(policy, s.model, s.trainer, s.shape, own.optimizer, total_updates=own.total_updates, diagnose=s.diagnose)
 
     def _first_tensors(self):
         from megatron_gptoss.checkpoint.hf_files import read_hf_tensors
@@ -150,7 +161,7 @@ class TrainerWorker:
         from megatron_gptoss.checkpoint.training_state import load_training_state
 
         t = self.trainer
-        progress = load_training_state(Path(path), model=t.model, optimizer=t.optimizer, schedule=t.schedule)
+        progress = load_training_state(Path(path), model=t.model, optimizer=t.optimizer, schedule=t.schedule, critic=self.critic)
         t.skipped_in_a_row = progress.skipped_in_a_row
         return progress
 
@@ -164,6 +175,17 @@ class TrainerWorker:
 
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None) -> StepStats:
         return self.trainer.update(minibatches, how, old)
+
+    def values(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor]]:
+        """As `score`: of the ranks that share a model only the first answers."""
+        assert self.critic is not None
+        values = [self.critic.values(m) for m in minibatches]
+        shape = self.settings.shape
+        return values if self.rank == shape.first_rank(shape.data_index(self.rank)) else []
+
+    def update_critic(self, minibatches: Sequence[Minibatch], rl: RlConfig) -> CriticStats:
+        assert self.critic is not None
+        return self.critic.update(minibatches, rl)
 
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
         return self.trainer.measure(minibatch, how)
@@ -225,6 +247,7 @@ class TrainerWorker:
             model=t.model,
             optimizer=t.optimizer,
             schedule=t.schedule,
+            critic=self.critic,
             progress=progress,
             needed_bytes=needed_bytes,
             background=background,

@@ -125,7 +125,8 @@ def test_the_worst_token_is_named_with_its_place(one_rank):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--rl.advantage=gae"], ["rl.advantage", 'rl.credit = "token" or "turn"']),
+        (["--rl.advantage=gae", "--rl.credit=sequence"], ["rl.advantage", 'rl.credit = "token" or "turn"']),
+        (["--rl.advantage=gae", "--rl.critic_warmup_steps=40"], ["rl.critic_warmup_steps = 40", "run.steps = 40", "at most 39"]),
         (["--rl.gamma=0.9"], ["rl.gamma = 0.9", 'rl.credit = "turn"']),
         (["--rl.dual_clip=0.5"], ["rl.dual_clip = 0.5", "more than 1"]),
         (["--rl.dual_clip=3.0", "--rl.surrogate=cispo"], ["rl.dual_clip = 3.0", "rl.surrogate"]),
