@@ -16,6 +16,12 @@ Seconds = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+TrainerFault = Literal[
+    "none", "no-sinks", "window", "no-window", "yarn", "yarn-rounded", "router-bias", "gate-up", "temperature", "shifted"
+]
+# What parity.perturb may name.
+PERTURBATIONS = ("no-sinks", "window", "no-window", "yarn", "yarn-rounded", "router-bias", "gate-up")
+
 AttentionBackend = Literal["reference", "triton", "flash", "te"]
 
 
@@ -90,6 +96,12 @@ class TaskConfig(Section):
     )
     reasoning: Literal["low", "medium", "high"] = "low"
     check_timeout_s: Seconds = 5.0
+    judging: Literal["strict", "loose"] = Field(
+        default="strict",
+        description="verify_if: the verdict that is rewarded; loose forgives a first or last line and asterisks. Both are measured",
+    )
+    partial: bool = Field(default=False, description="verify_if: reward the share of instructions followed, not only all of them")
+    nltk_data: str = Field(default="", description="verify_if: folder of NLTK's data; empty: NLTK_DATA, then where NLTK looks by itself")
 
 
 class OptimizerFields(Section):
@@ -336,13 +348,24 @@ class ParallelConfig(Section):
 
 
 class ParityConfig(Section):
-    """The start-up comparison of trainer and engine on the same tokens."""
+    """The self-test before the first step: trainer and engine on the same tokens (docs/self_test.md)."""
 
     enabled: bool = True
     max_abs_gap: Annotated[float, Field(gt=0)] = Field(default=1e-4, description="largest log-prob gap allowed at any position, nats")
-    trainer_fault: Literal["none", "no-sinks", "window", "yarn"] = Field(
+    perturb: str = Field(
+        default="no-sinks,window,yarn,router-bias",
+        pattern=rf"^({'|'.join(PERTURBATIONS)})(,({'|'.join(PERTURBATIONS)}))*$|^$",
+        description="faults the trainer is given one at a time when it agrees with the engine; each must move some log-prob by more than "
+        "max_abs_gap, or the comparison is blind to it and the run does not start; empty: none",
+    )
+    reference_gib: Annotated[float, Field(ge=0)] = Field(
+        default=8.0,
+        description="memory for one layer in float32, on each trainer rank, when the pieces of a trainer that disagrees are compared with "
+        "the reference; where a layer needs more they are not",
+    )
+    trainer_fault: TrainerFault = Field(
         default="none",
-        description="break the trainer on purpose, to see the check refuse",
+        description="break the trainer on purpose, to see the self-test refuse",
     )
 
 

@@ -1,21 +1,172 @@
-"""Before the first step: do trainer and engine give the same log-probs to the same tokens?
+"""The self-test before the first step: do trainer and engine give the same log-probs to the same tokens, and could we tell if not?
 
-In: a session whose engines hold the trainer's weights. Out: the gap by position, or ParityError with the table. Sequences run past the
-attention window on both sides of the prompt's end, since short ones hide a wrong window or YaRN. Naming the cause is a later issue's work.
+In: a session whose engines hold the trainer's weights. Out: the gap by position and what each perturbation changed, or ParityError with
+tables and the cause. Sequences run past the attention window on both sides of the prompt's end, since short ones hide a wrong window or
+YaRN. docs/self_test.md has the method; the arithmetic is rl/parity.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from megatron_gptoss.checkpoint.weight_map import hf_shapes
+from megatron_gptoss.config.load import Loaded
+from megatron_gptoss.config.plan import RunPlan
+from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.data.harmony import generation_prefix, render
 from megatron_gptoss.errors import ParityError
-from megatron_gptoss.loop.session import Session
-from megatron_gptoss.rl.parity import PositionGap, format_gaps, gap_by_position, within
+from megatron_gptoss.loop.session import Session, open_session
+from megatron_gptoss.rl.parity import (
+    Cause,
+    Fit,
+    PieceGap,
+    PositionGap,
+    cause_in_engine,
+    cause_in_trainer,
+    fit,
+    format_changes,
+    format_fits,
+    format_gaps,
+    format_pieces,
+    gap_by_position,
+    sentence,
+    shift,
+    within,
+)
 from megatron_gptoss.types import Sample, TurnRequest, TurnResult
 
 NEW_TOKENS = 24  # sampled after each prompt, as in training: decoding is the path that must agree
+# What an engine is suspected of when the trainer is right. The last two are shifts of numbers that are there already.
+SUSPECTS = ("no-sinks", "window", "window-short", "no-window", "yarn", "yarn-rounded", "router-bias", "gate-up", "temperature")
+SHIFTS = ("shifted", "shifted-early")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sequences that the engine continued, and its log-probs of what it sampled."""
+
+    samples: tuple[Sample, ...]
+    engine: tuple[tuple[float, ...], ...]
+
+    @property
+    def positions(self) -> list[int]:
+        return [t for sample in self.samples for t, trained in enumerate(sample.trained) if trained]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Passed."""
+
+    rows: tuple[PositionGap, ...]
+    changes: dict[str, float]  # perturbation -> largest change of the trainer's log-probs, nats
+    seconds: float
+
+    def words(self) -> str:
+        seen = f"; {', '.join(self.changes)} would have been seen" if self.changes else ""
+        return (
+            f"largest gap between trainer and engine {max(r.max for r in self.rows):.1e} nats over {sum(r.tokens for r in self.rows)} "
+            f"tokens{seen} (self-test {self.seconds:.1f} s)"
+        )
+
+
+def self_test(session: Session) -> SelfTest:
+    """Sample with the engine, score with the trainer, compare; then perturb the trainer. Raises ParityError when a position's gap is over
+    `parity.max_abs_gap`, with the cause, or when a perturbation does not show."""
+    began = time.perf_counter()
+    parity, window = session.config.parity, session.config.model.sliding_window
+    probe = take_probe(session)
+    trainer = session.score(probe.samples)
+    rows = _rows(session, probe, trainer)
+    if not within(rows, parity.max_abs_gap):
+        raise ParityError(
+            f"trainer and engine disagree on the same tokens: the largest gap may be {parity.max_abs_gap:g} nats (parity.max_abs_gap). "
+            f"The run does not start.\n{format_gaps(rows, limit=parity.max_abs_gap, window=window)}\n\n{diagnose(session, probe, trainer)}"
+        )
+    changes = {fault: _change(session, probe, trainer, fault) for fault in parity.perturb.split(",") if fault}
+    blind = [fault for fault, change in changes.items() if not change > parity.max_abs_gap]
+    if blind:
+        raise ParityError(
+            f"trainer and engine agree, but the comparison could not have seen {', '.join(blind)}: such a fault moves the trainer's "
+            f"log-probs by no more than parity.max_abs_gap = {parity.max_abs_gap:g} nats. The run does not start.\n"
+            f"{format_changes(changes, limit=parity.max_abs_gap)}\n"
+            "Lower parity.max_abs_gap towards the gap that is measured, raise rollout.max_sequence_tokens (longer probes show more), or "
+            "take out of parity.perturb what cannot show in this model."
+        )
+    return SelfTest(tuple(rows), changes, time.perf_counter() - began)
+
+
+def diagnose(session: Session, probe: Probe, trainer: Sequence[Sequence[float]]) -> str:
+    """Tables and a sentence: which side is wrong, in which piece, and how."""
+    config, tables = session.config, []
+    limit, window, T = config.parity.max_abs_gap, config.model.sliding_window, config.rollout.temperature
+    pieces, why_not = _pieces(session, probe)
+    tables.append(format_pieces(pieces) if pieces else f"  (the trainer's pieces are not compared with the reference: {why_not})")
+    cause: Cause | None = cause_in_trainer(pieces)
+    if cause is None:
+        fits = _fits(session, probe, trainer)
+        tables.append(format_fits(fits, limit=limit))
+        cause = cause_in_engine(fits, limit)
+    layers = config.model.num_hidden_layers
+    tables.append(sentence(cause, window=window, temperature=T, trainer_was_seen=bool(pieces), layers=layers))
+    return "\n\n".join(tables)
+
+
+def _pieces(session: Session, probe: Probe) -> tuple[list[PieceGap], str]:
+    """The trainer beside the reference, or why that cannot be done here."""
+    plan, config = session.plan, session.config
+    if plan.tensor_parallel * plan.context_parallel * plan.pipeline_parallel > 1:
+        return [], "no rank holds the whole model; set parallel.tensor, context and pipeline to 1 for it"
+    need = largest_layer_gib(config.model)
+    if need > config.parity.reference_gib:
+        return [], f"a layer takes {need:.1f} GiB in float32, and parity.reference_gib is {config.parity.reference_gib:g}"
+    batches = session.pack(probe.samples)[0]
+    return session.world.compare_pieces(batches, config.rollout.temperature, config.parity.max_abs_gap), ""
+
+
+def largest_layer_gib(model: ModelConfig) -> float:
+    """The float32 weights of one layer, or of the head."""
+    sizes: dict[str, int] = {}
+    for name, shape in hf_shapes(model).items():
+        of = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        sizes[of] = sizes.get(of, 0) + 4 * math.prod(shape)
+    return max(sizes.values()) / 2**30
+
+
+def _fits(session: Session, probe: Probe, trainer: Sequence[Sequence[float]]) -> list[Fit]:
+    """The trainer with each fault that an engine may have, through its own switches."""
+    suspects = [s for s in SUSPECTS if s != "temperature" or session.config.rollout.temperature != 1.0]
+    changed = {fault: _broken_scores(session, probe, fault) for fault in suspects}
+    changed |= {fault: [shift(logp, fault) for logp in trainer] for fault in SHIFTS}
+    return [fit(fault, trainer, probe.engine, scores) for fault, scores in changed.items()]
+
+
+def _broken_scores(session: Session, probe: Probe, fault: str) -> list[list[float]]:
+    with session.world.broken(fault):
+        return session.score(probe.samples)
+
+
+def _change(session: Session, probe: Probe, trainer: Sequence[Sequence[float]], fault: str) -> float:
+    """How far this fault moves the trainer's log-probs, nats."""
+    return fit(fault, trainer, probe.engine, _broken_scores(session, probe, fault)).changed
+
+
+def _rows(session: Session, probe: Probe, trainer: Sequence[Sequence[float]]) -> list[PositionGap]:
+    window, longest = session.config.model.sliding_window, session.plan.engine_max_model_len
+    return gap_by_position(
+        probe.positions,
+        [lp for logp in trainer for lp in logp],
+        [lp for logp in probe.engine for lp in logp],
+        edges=[0, *(window * k // 2 for k in range(1, 2 + 2 * longest // window))],
+    )
+
+
+# ---- what is asked of the engine ----------------------------------------------------------------------------------------------------
 
 
 def probe_lengths(window: int, longest: int, new_tokens: int) -> list[int]:
@@ -24,40 +175,23 @@ def probe_lengths(window: int, longest: int, new_tokens: int) -> list[int]:
     return sorted({max(1, min(n, longest - new_tokens)) for n in wanted})
 
 
-def check_parity(session: Session) -> list[PositionGap]:
-    """Sample with the engine, score with the trainer, compare. Raises ParityError when any position is over `parity.max_abs_gap`."""
-    config = session.config
-    window, limit = config.model.sliding_window, config.parity.max_abs_gap
+def take_probe(session: Session) -> Probe:
+    """Held-out text, continued by the engine."""
     longest = session.plan.engine_max_model_len
     new_tokens = min(NEW_TOKENS, longest // 2)
-    prompts = _probe_prompts(session, probe_lengths(window, longest, new_tokens))
+    prompts = _probe_prompts(session, probe_lengths(session.config.model.sliding_window, longest, new_tokens))
     results = session.run(_sample(session, prompts, new_tokens))
-    samples, engine = [], []
-    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        n = len(prompt)
-        samples.append(
-            Sample(
-                name=f"parity/{i}",
-                token_ids=(*prompt, *result.token_ids),
-                trained=(False,) * n + (True,) * len(result.token_ids),
-                engine_logp=(0.0,) * n + result.logp,
-                advantage=0.0,
-            )
+    samples = tuple(
+        Sample(
+            name=f"parity/{i}",
+            token_ids=(*prompt, *result.token_ids),
+            trained=(False,) * len(prompt) + (True,) * len(result.token_ids),
+            engine_logp=(0.0,) * len(prompt) + result.logp,
+            advantage=0.0,
         )
-        engine += [(n + t, lp) for t, lp in enumerate(result.logp)]
-    trainer = session.score(samples)
-    rows = gap_by_position(
-        [position for position, _ in engine],
-        [lp for sample in trainer for lp in sample],
-        [lp for _, lp in engine],
-        edges=[0, *(window * k // 2 for k in range(1, 2 + 2 * longest // window))],
+        for i, (prompt, result) in enumerate(zip(prompts, results, strict=True))
     )
-    if not within(rows, limit):
-        raise ParityError(
-            f"trainer and engine disagree on the same tokens: the largest gap may be {limit:g} nats (parity.max_abs_gap). "
-            f"The run does not start.\n{format_gaps(rows, limit=limit, window=window)}"
-        )
-    return rows
+    return Probe(samples, tuple(result.logp for result in results))
 
 
 def _probe_prompts(session: Session, lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -87,3 +221,24 @@ async def _sample(session: Session, prompts: Sequence[tuple[int, ...]], new_toke
         for i, prompt in enumerate(prompts)
     ]
     return list(await asyncio.gather(*(session.pool.generate(r) for r in requests)))
+
+
+# ---- gptoss check --parity ----------------------------------------------------------------------------------------------------------
+
+
+def run_check(loaded: Loaded, plan: RunPlan) -> None:
+    """Start trainer and engines, run the self-test, print what it saw, stop. Leaves no run directory."""
+    with tempfile.TemporaryDirectory(prefix="gptoss-check-") as scratch:
+        elsewhere = replace(plan, run_dir=Path(scratch) / plan.run_dir.name)
+        with open_session(loaded, elsewhere, "check") as session:
+            session.start_ray(num_actors=plan.world_size + plan.num_engines)
+            session.make_trainer(session.config.rl, total_updates=plan.total_updates)
+            session.make_engines()
+            with session.console.waiting("starting trainer and engines"):
+                session.start()
+            session.publish(session.progress.policy_version)
+            passed = self_test(session)
+            limit, window = session.config.parity.max_abs_gap, session.config.model.sliding_window
+            session.console.say(format_gaps(passed.rows, limit=limit, window=window))
+            session.console.say(format_changes(passed.changes, limit=limit))
+            session.console.say(f"PASS  parity: {passed.words()}")

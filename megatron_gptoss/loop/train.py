@@ -71,6 +71,7 @@ def start(session: Session) -> None:
 def steps(session: Session) -> Iterator[int]:
     """Step numbers still to do, counted from 1. A step's time runs from here until it is recorded."""
     for step in range(session.progress.step + 1, session.config.run.steps + 1):
+        session.stop_if_asked()
         session.clock.take()
         session.step_began = time.perf_counter()
         yield step

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_gptoss.attention.module import SinkAttention
+from megatron_gptoss.attention.module import AttentionOptions, SinkAttention
 from megatron_gptoss.model.experts import GroupedExperts
 from megatron_gptoss.model.gpt_oss import GptOssModel
 from megatron_gptoss.model.layer import RotatedSelfAttention, YarnAngles
@@ -59,12 +59,13 @@ def break_model(model: GptOssModel, fault: str) -> Callable[[], None]:
 
 
 def _break_attention(model: GptOssModel, fault: str, put: Callable[[Any, str, Any], None]) -> None:
+    full: Any = getattr(model.config, "sink_attention", AttentionOptions())
     for core in (m for m in model.modules() if isinstance(m, SinkAttention)):
         if fault == "no-sinks":
             put(core, "ignore_sinks", True)
         elif core.window is not None and fault == "no-window":
             put(core, "window", None)
-            put(core, "backend", core.config.sink_attention.backend)  # of layers that see everything
+            put(core, "backend", full.backend)  # that of layers which see everything
         elif core.window is not None:
             put(core, "window", core.window + (1 if fault == "window" else -1))
 

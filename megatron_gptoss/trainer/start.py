@@ -18,10 +18,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.checkpoint.progress import Progress
+from megatron_gptoss.config.placement import same_gpu
 from megatron_gptoss.config.schema import RlConfig
-from megatron_gptoss.errors import DeadlineExpired, GptossError, TrainerFailed
+from megatron_gptoss.errors import DeadlineExpired, GptossError, MachineError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rl.parity import PieceGap
 from megatron_gptoss.trainer.how import Update
@@ -40,7 +42,8 @@ class RankResources:
 class TrainingWorld:
     """Handles of all ranks. Every method is one phase with a deadline."""
 
-    def __init__(self, settings: TrainerSettings, resources: RankResources) -> None:
+    def __init__(self, settings: TrainerSettings, resources: RankResources, nodes: Sequence[str]) -> None:
+        """`nodes[rank]`: Ray's id of the node that a rank belongs on."""
         self.settings = settings
         self.timeout_s = settings.trainer.step_timeout_s
         environment = {"OMP_NUM_THREADS": str(settings.trainer.threads_per_rank)}
@@ -62,11 +65,13 @@ class TrainingWorld:
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
                 max_restarts=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[rank], soft=False),
                 runtime_env={"env_vars": environment},
             ).remote(settings, rank)
             for rank in range(settings.shape.world)
         ]
         self.places: list[tuple[str, int]] = []  # host and pid of each rank
+        self.gpus: list[str] = []  # UUID of each rank's GPU, "" on a CPU
         # Ranks that share a model see the same microbatches.
         self._data = [settings.shape.data_index(rank) for rank in range(settings.shape.world)]
         self._last = "launch"
@@ -131,7 +136,10 @@ class TrainingWorld:
 
     def start(self) -> int:
         """Build all ranks. Returns the parameters of rank 0."""
-        self.places = self._same("start", "place")
+        found = self._same("start", "place")
+        self.places, self.gpus = [(host, pid) for host, pid, _ in found], [gpu for _, _, gpu in found]
+        if problem := same_gpu({f"trainer rank {rank} ({found[rank][0]})": gpu for rank, gpu in enumerate(self.gpus)}):
+            raise MachineError(problem)  # before NCCL meets them
         meeting = self._one("open a port", "open_meeting")
         return self._same("build the model", "start", *meeting)[0]
 
@@ -189,7 +197,8 @@ class TrainingWorld:
     def compare_pieces(self, minibatch: Sequence[Sequence[MicroBatch]], temperature: float, head_limit: float) -> list[PieceGap]:
         """`minibatch[d]` are microbatches of data-parallel rank d. Rank 0's pieces beside the reference; a rank must hold the whole model.
         `head_limit`: nats."""
-        return self._all("be compared with the reference", "compare_pieces", [(minibatch[d], temperature, head_limit) for d in self._data])[0]
+        arguments = [(minibatch[d], temperature, head_limit) for d in self._data]
+        return self._all("be compared with the reference", "compare_pieces", arguments)[0]
 
     def peak_memory(self) -> list[PeakMemory | None]:
         """What each rank's GPU held at most; None for ranks on a CPU."""

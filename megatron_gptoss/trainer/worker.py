@@ -91,8 +91,14 @@ class TrainerWorker:
         # On a deadline the driver asks for the stacks of all threads; they land in this rank's log.
         faulthandler.register(signal.SIGUSR1, file=self._log, all_threads=True)
 
-    def place(self) -> tuple[str, int]:
-        return socket.gethostname(), os.getpid()
+    def place(self) -> tuple[str, int, str]:
+        """Host, pid, and the UUID of this rank's GPU ("" on a CPU)."""
+        gpu = ""
+        if self.settings.use_gpu:
+            import torch
+
+            gpu = str(torch.cuda.get_device_properties(0).uuid)
+        return socket.gethostname(), os.getpid(), gpu
 
     def open_meeting(self) -> tuple[str, int]:
         """Rank 0 only: host and port at which the others will find it."""

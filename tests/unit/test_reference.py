@@ -1,5 +1,5 @@
-"""The plain reference model computes what Hugging Face's does; the Megatron model broken on purpose computes what the reference does when it
-is broken in the same way; and each fault is a fault."""
+"""The plain reference model computes what Hugging Face's does; the Megatron model broken on purpose computes what the reference does when
+broken in the same way; and each fault is a fault."""
 
 import pytest
 import torch
