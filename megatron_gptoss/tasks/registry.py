@@ -10,6 +10,7 @@ from megatron_gptoss.errors import ConfigError
 from megatron_gptoss.tasks.arithmetic import Arithmetic
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.gsm8k import Gsm8k
+from megatron_gptoss.tasks.verify_if import VerifyIf
 
 
 def _arithmetic(config: Config) -> Arithmetic:
@@ -22,7 +23,14 @@ def _gsm8k(config: Config) -> Gsm8k:
     return Gsm8k(task.path, task.eval_path, config.run.seed, task.reasoning, task.check_timeout_s)
 
 
-TASKS: dict[str, Callable[[Config], Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k}
+def _verify_if(config: Config) -> VerifyIf:
+    task = config.task
+    return VerifyIf(
+        task.path, task.eval_path, config.run.seed, task.reasoning, task.check_timeout_s, task.judging, task.partial, task.nltk_data
+    )
+
+
+TASKS: dict[str, Callable[[Config], Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "verify_if": _verify_if}
 
 
 def make_task(config: Config) -> Task:

@@ -112,7 +112,7 @@ def test_a_worker_killed_by_somebody_else_costs_no_reward():
     checker = MathChecker(timeout_s=20.0, num_workers=1)
     try:
         assert checker.check("1", "\\boxed{1}") == "equal"
-        (worker,) = checker._all
+        (worker,) = checker._workers._all
         os.kill(worker._process.pid, 9)
         assert checker.check("1", "\\boxed{1}") == "equal"
     finally:
@@ -122,7 +122,7 @@ def test_a_worker_killed_by_somebody_else_costs_no_reward():
 def test_closing_ends_the_processes_and_later_use_is_an_error():
     checker = MathChecker(timeout_s=20.0, num_workers=1)
     assert checker.check("1", "\\boxed{1}") == "equal"
-    pids = [worker._process.pid for worker in checker._all]
+    pids = [worker._process.pid for worker in checker._workers._all]
     checker.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: PTH110
     with pytest.raises(RunFailed):
@@ -136,7 +136,7 @@ def test_the_worker_dies_with_its_parent(busy):
     program = (
         "import os, signal, threading, time; from megatron_gptoss.tasks.math_check import MathChecker\n"
         f"c = MathChecker({0.6 if busy else 20.0}, 1); assert c.check('1', r'\\boxed{{1}}') == 'equal'\n"
-        f"{ask}print(next(iter(c._all))._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        f"{ask}print(next(iter(c._workers._all))._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     pid = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
     for _ in range(100):
@@ -169,7 +169,7 @@ def rows(numbers):
 def test_an_epoch_is_every_training_prompt_once_in_an_order_of_its_own(tmp_path):
     path = write(tmp_path / "a.jsonl", rows(range(200)))
     task = Gsm8k(path, seed=1)
-    size = len(task._items["train"])
+    size = task.epoch_size("train")
     assert 160 <= size < 200
     first, second = task.prompts("train", 0, size), task.prompts("train", size, size)
     assert {p.text for p in first} == {p.text for p in second}
