@@ -45,6 +45,12 @@ class EngineFailed(RunFailed):
     """A rollout engine died or refused an update, and could not be brought back."""
 
 
+class StoppedEarly(RunFailed):
+    """Somebody asked the run to stop soon (SIGUSR1); it has saved and can go on. Not a failure: try again."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
 class TrainerFailed(RunFailed):
     """A trainer rank died, or the optimizer met values that are not finite too often."""
 

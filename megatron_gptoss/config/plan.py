@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_gptoss.config.layout import stages, world_size
 from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import Parameters, count_parameters
+from megatron_gptoss.config.placement import Placement, place
 from megatron_gptoss.config.rules import broken_rules, not_built_yet
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.errors import ConfigError
@@ -59,6 +60,7 @@ class RunPlan:
     tokens_multiple: int  # a microbatch's length is a multiple of it, so that all those ranks have as many
     least_microbatches: int  # of an update on a rank, where there are samples for them: a pipeline stands half empty with fewer
     trainer_resources: Resources  # of one rank
+    placement: Placement  # the node of each rank and engine
     attention_full: str  # backend of layers that see everything
     attention_windowed: str  # backend of layers with a sliding window
     switches: tuple[str, ...]  # what makes the trainer's model wrong on purpose, as `key = value (origin)`; () in a run to be believed
@@ -114,6 +116,7 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         tokens_multiple=parallel.tensor * parallel.context,
         least_microbatches=parallel.pipeline,
         trainer_resources=trainer_resources,
+        placement=place(config),
         attention_full=config.trainer.attention,
         attention_windowed=config.trainer.backend_of_windowed_layers,
         switches=_switches(loaded),
@@ -163,15 +166,17 @@ def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:
 
 
 def _shortfall(config: Config, cluster: Cluster) -> str:
-    if config.cluster.address != "local":
-        return ""  # only Ray knows what a cluster of several nodes has
-    ranks = world_size(config)
+    """What this machine lacks; of a Ray cluster, what `cluster.nodes` of them lack, since only Ray knows what it really has."""
+    if config.cluster.device == "cpu":
+        return ""
+    ranks, nodes, local = world_size(config), config.cluster.nodes, config.cluster.address == "local"
+    if not local and not nodes:
+        return ""  # as many nodes as are needed
+    have = cluster.num_gpus if local else nodes * config.cluster.gpus_per_node
     need = max(ranks, config.rollout.num_engines) if config.cluster.share_gpus else ranks + config.rollout.num_engines
-    if config.cluster.device == "cuda" and need > cluster.num_gpus:
-        data = config.parallel.data
-        of = f"parallel.data = {data}" if ranks == data else f"tensor x context x pipeline x data = {ranks}"
-        return (
-            f"{of} trainer ranks and rollout.num_engines = {config.rollout.num_engines} engines need "
-            f"{need} GPUs, this machine has {cluster.num_gpus}"
-        )
-    return ""
+    if need <= have:
+        return ""
+    data = config.parallel.data
+    of = f"parallel.data = {data}" if ranks == data else f"tensor x context x pipeline x data = {ranks}"
+    where = "this machine has" if local else f"cluster.nodes = {nodes} of cluster.gpus_per_node = {config.cluster.gpus_per_node} have"
+    return f"{of} trainer ranks and rollout.num_engines = {config.rollout.num_engines} engines need {need} GPUs, {where} {have}"

@@ -357,6 +357,11 @@ def _other_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('run.keep_every')} is no multiple of {show('run.save_every')}: most of its steps have no checkpoint that could stay. "
             f"Nearest working numbers: {working}; 0: none stays for good."
         )
+    if config.cluster.address == "local" and config.cluster.nodes > 1:
+        yield (
+            f'{show("cluster.nodes")}, and {show("cluster.address")} starts Ray on this node alone. Use cluster.address = "auto" in a job '
+            "that has started Ray on its nodes (launch/train.sbatch does), or cluster.nodes = 0."
+        )
     last = config.cluster.first_port + config.cluster.num_ports - 1
     if last > 65535:
         yield (

@@ -395,6 +395,7 @@ class DiagnoseConfig(Section):
 class ClusterConfig(Section):
     address: str = Field(default="local", description="Ray cluster to join; local: start one for this run")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="what trainer ranks and engines compute on; cuda: one GPU for each")
+    nodes: NonNegative = Field(default=0, description="nodes of the Ray cluster that the run waits for; 0: as many as its GPUs need")
     gpus_per_node: Positive = 8
     gpu_memory_gib: Annotated[float, Field(gt=0)] = Field(
         default=139.8,

@@ -48,6 +48,7 @@ class Keeper:
 
 def keep(driver: int) -> None:
     """The keeper's life: look at the driver's family until its end, then kill who is left."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all of a step, and means the driver
     since = table()[os.getpid()][1]
     family: dict[int, int] = {}  # pid -> when it started, which tells it from a later process of the same number
     grace_s = GRACE_S

@@ -25,12 +25,15 @@ from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded, load
 from megatron_gptoss.config.memory import checkpoint_bytes
+from megatron_gptoss.config.placement import same_gpu
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_gptoss.errors import GptossError, MachineError
+from megatron_gptoss.errors import GptossError, MachineError, RunFailed, StoppedEarly
+from megatron_gptoss.loop.nodes import lost_nodes, wait_for_nodes
 from megatron_gptoss.loop.orphans import Keeper
+from megatron_gptoss.loop.stop import StopRequest
 from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
@@ -89,6 +92,7 @@ class Session:
         self.console = Console()
         self.clock = Clock()
         self.runner = ending.enter_context(asyncio.Runner())
+        self.stop = ending.enter_context(StopRequest())
         if plan.switches:
             self.console.alarm(f"{ALARM}: {'; '.join(plan.switches)}")
         self.tokenizer: Tokenizer = load_tokenizer(self.config)
@@ -116,6 +120,8 @@ class Session:
         self.step_began = time.perf_counter()
         self._memory_shown = False
         self._saving = False  # a checkpoint is on its way to the disk
+        self._saved_step = checkpoint_step(self.checkpoint) if self.checkpoint is not None else 0
+        self.nodes: list[str] = []  # Ray's ids, in the plan's order
         self._remover = ending.enter_context(ThreadPoolExecutor(1))
         self._removing: list[Future[None]] = []
 
@@ -183,6 +189,7 @@ class Session:
                 'or set cluster.address to "local", which starts one for this run.'
             ) from None
         self.ending.callback(ray.shutdown)
+        self.nodes = wait_for_nodes(self.plan.placement.num_nodes)
 
     def make_trainer(self, optimizer: OptimizerFields, *, total_updates: int) -> None:
         c, plan = self.config, self.plan
@@ -210,7 +217,8 @@ class Session:
             use_gpu=plan.device == "cuda",
             log_dir=str(self.dir.logs.absolute()),
         )
-        self.trainer = TrainingWorld(settings, RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus))
+        resources = RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus)
+        self.trainer = TrainingWorld(settings, resources, [self.nodes[node] for node in plan.placement.trainer])
         self.ending.callback(self.trainer.stop)
         self.ending.callback(self._end_save)
 
@@ -251,7 +259,7 @@ class Session:
                 num_gpus=int(plan.engine_resources.num_gpus),
                 experts_to_tell=c.model.num_local_experts if c.rl.router_replay == "engine" else 0,
             )
-            return start_engine(settings, name)
+            return start_engine(settings, name, self.nodes[plan.placement.engines[index]])
 
         self._pool = EnginePool(
             make,
@@ -287,6 +295,9 @@ class Session:
                 await asyncio.gather(trainer, self._pool.start())
 
         self.run(both())
+        engines = {} if self._pool is None else self._pool.gpus()
+        if problem := same_gpu({f"trainer rank {rank}": gpu for rank, gpu in enumerate(self.world.gpus)} | engines):
+            raise MachineError(problem)
         if self.checkpoint is not None:
             self._open_records(checkpoint_step(self.checkpoint))
 
@@ -299,6 +310,17 @@ class Session:
         if not starting.done():
             self.world.stop()
             wait([starting], timeout=20)
+
+    def stop_if_asked(self) -> None:
+        """Between steps: save what is not saved yet and raise StoppedEarly, when somebody has asked the run to stop."""
+        if not self.stop.asked:
+            return
+        step = self.progress.step
+        if step > (self._saved_step or 0):
+            self.save()
+        self.finish_save()
+        go_on = f"go on with --resume {self.dir.path}" if step else "nothing was finished yet"
+        raise StoppedEarly(f"asked to stop (SIGUSR1): ended after step {step}; {go_on}")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the session's event loop; the engines' tasks live there between calls."""
@@ -419,6 +441,7 @@ class Session:
         path = self.dir.checkpoint(self.progress.step).absolute()
         background = self.config.run.save_in_background
         self.world.save(path, self.progress, checkpoint_bytes(self.config), background=background)
+        self._saved_step = self.progress.step
         self._saving = True
         if not background:
             self.finish_save()
@@ -472,4 +495,9 @@ def _object_store_bytes() -> int:
 def open_session(loaded: Loaded, plan: RunPlan, command: str) -> Iterator[Session]:
     """A session that is ended whatever happens, also while it is being made."""
     with ExitStack() as ending:
-        yield Session(loaded, plan, command, ending)
+        session = Session(loaded, plan, command, ending)
+        try:
+            yield session
+        except RunFailed as error:
+            lost = lost_nodes() if session.nodes else []
+            raise (type(error)(f"{error}\nLost: {', '.join(lost)}") if lost else error) from error.__cause__

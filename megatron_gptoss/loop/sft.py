@@ -66,6 +66,7 @@ def train(session: Session, until: int) -> None:
     began, tokens, losses = time.perf_counter(), 0, []
     with session.console.progress("warm start", total=until - session.progress.step, unit="steps") as bar:
         while session.progress.step < until:
+            session.stop_if_asked()
             step = session.progress.step + 1
             batch = session.pack(demonstrations(session, step))
             with session.clock("update"):

@@ -13,13 +13,14 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.rollout.routes import token_routes
 from megatron_gptoss.sync.verify import NO_WEIGHTS
@@ -59,6 +60,7 @@ class EngineProcess:
     host: str
     pid: int
     children: tuple[int, ...]
+    gpus: tuple[str, ...] = ()  # UUIDs, as the workers themselves report them; none on a CPU or before the start
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Engine:
         # Built in this thread on purpose: the engine core asks to die with the thread that started it (vllm_worker.die_with_parent).
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.settings)))
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest())
-        return await self.process()
+        gpus = [gpu for gpu in await self.llm.collective_rpc("gpu_uuid") if gpu]
+        return replace(await self.process(), gpus=tuple(gpus))
 
     async def process(self) -> EngineProcess:
         me = psutil.Process()
@@ -320,6 +323,7 @@ class EngineHandle:
         self.name = name
         self.log_path = settings.log_path
         self.pid: int | None = None
+        self.gpus: tuple[str, ...] = ()
         self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
 
     async def start(self) -> None:
@@ -369,20 +373,21 @@ class EngineHandle:
             raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {str(error).splitlines()[0]}") from None
 
     def _note(self, process: EngineProcess) -> None:
-        self.pid = process.pid
+        self.pid, self.gpus = process.pid, process.gpus
         if process.host == socket.gethostname():
             with contextlib.suppress(psutil.Error):
                 self._processes = [psutil.Process(pid) for pid in (process.pid, *process.children)]
 
 
-def start_engine(settings: EngineSettings, name: str) -> EngineHandle:
-    """Ask Ray for one engine actor and return at once; `await handle.start()` waits until it can serve."""
+def start_engine(settings: EngineSettings, name: str, node_id: str | None = None) -> EngineHandle:
+    """Ask Ray for one engine actor, on this node when one is named, and return at once; `await handle.start()` waits until it can serve."""
     actor = (
         ray.remote(Engine)
         .options(
             num_gpus=settings.num_gpus,
             num_cpus=settings.num_cpus,
             max_concurrency=MAX_TURNS_IN_FLIGHT,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False) if node_id else "DEFAULT",
             max_restarts=0,  # a restarted actor would hold no weights; the pool restarts and republishes
             runtime_env={"env_vars": engine_environment(settings)},
         )

@@ -30,6 +30,7 @@ class Engine(Protocol):
     name: str
     log_path: str
     pid: int | None
+    gpus: tuple[str, ...]  # UUIDs, none on a CPU
 
     async def start(self) -> None: ...
     async def generate(self, request: TurnRequest) -> TurnResult: ...
@@ -89,6 +90,10 @@ class EnginePool:
         self.home: dict[str, int] = {}  # conversation -> slot, since the last publish; that one emptied the prefix caches anyway
         self.failure: EngineFailed | None = None
         self.counts = PoolCounts()
+
+    def gpus(self) -> dict[str, str]:
+        """UUID of each GPU that an engine computes on, by the engine's name; none on a CPU."""
+        return {f"engine {slot.index}, its GPU {i}": gpu for slot in self.slots for i, gpu in enumerate(slot.engine.gpus)}
 
     async def start(self) -> None:
         """Bring all engines up side by side. A publish may be asked for before this returns; it waits for the engines."""

@@ -232,6 +232,13 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
 class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
 
+    def gpu_uuid(self) -> str:
+        """Of the GPU this worker computes on; "" on a CPU."""
+        import torch
+
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
     def held_weights(self) -> tuple[int, int, int, str]:
         """(version held, tensors received in the last update, digest over them, what is wrong); NO_WEIGHTS without a whole policy."""
         transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]

@@ -468,5 +468,5 @@ def test_trainer_ranks_on_a_cpu_get_tritons_interpreter_only_when_they_need_it(m
             total_updates=1, keep_reference=False, seed=0, fault="none", diagnose=DiagnoseConfig(), first_port=29500, num_ports=1,
             use_gpu=gpu, log_dir=str(tmp_path),
         )  # fmt: skip
-        start.TrainingWorld(settings, start.RankResources(1.0, 0.0))
+        start.TrainingWorld(settings, start.RankResources(1.0, 0.0), ["0" * 56])
     assert [env.get("TRITON_INTERPRET") for env in found] == [None, "1", "1", None]

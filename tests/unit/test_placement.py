@@ -1,0 +1,47 @@
+"""Laws of placement: a GPU is given once, ranks fill whole nodes in order, engines follow; a plan too big for its nodes says so."""
+
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_gptoss.config.load import load, parse_flags
+from megatron_gptoss.config.placement import place
+from megatron_gptoss.config.plan import Cluster, make_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def placed(*arguments: str):
+    return place(load(*parse_flags(list(arguments))).config)
+
+
+@given(ranks=st.integers(1, 40), engines=st.integers(1, 40), per_node=st.integers(1, 8))
+def test_no_node_gets_more_than_its_gpus_and_none_is_skipped(ranks, engines, per_node):
+    p = placed(
+        "--cluster.device=cuda", "--cluster.address=auto", f"--cluster.gpus_per_node={per_node}", f"--parallel.data={ranks}",
+        f"--rollout.num_engines={engines}",
+    )  # fmt: skip
+    counts = Counter(p.trainer + p.engines)
+    assert all(counts[node] == per_node for node in range(p.num_nodes - 1)), "all nodes but the last are full"
+    assert 0 < counts[p.num_nodes - 1] <= per_node
+    assert list(p.trainer + p.engines) == sorted(p.trainer + p.engines), "in order: neighbours share a node"
+
+
+def test_two_nodes_without_gpus_give_the_engine_the_second():
+    p = placed(str(CONFIGS / "tiny.toml"), "--cluster.address=auto", "--cluster.nodes=2", "--parallel.data=2")
+    assert (p.trainer, p.engines) == ((0, 0), (1,))
+    three = placed(str(CONFIGS / "tiny.toml"), "--cluster.address=auto", "--cluster.nodes=3", "--rollout.num_engines=3")
+    assert three.engines == (1, 2, 1)
+    assert placed(str(CONFIGS / "tiny.toml")).engines == (0,)
+
+
+def test_a_job_with_too_few_nodes_is_short_of_gpus():
+    files = [str(CONFIGS / "120b.toml")]  # 32 ranks and 8 engines
+    for nodes, short in ((4, True), (5, False), (0, False)):
+        loaded = load(*parse_flags([*files, f"--cluster.nodes={nodes}"]))
+        made = make_plan(loaded, Cluster(2, 0))
+        assert bool(made.shortfall) == short, nodes
+    made = make_plan(load(*parse_flags([*files, "--cluster.nodes=4"])), Cluster(2, 0))
+    assert "need 40 GPUs, cluster.nodes = 4 of cluster.gpus_per_node = 8 have 32" in made.shortfall
