@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +17,7 @@ import typer
 
 from megatron_gptoss import __version__
 from megatron_gptoss.config.load import Flag, Loaded, explain, load, parse_flags
-from megatron_gptoss.config.plan import make_plan
+from megatron_gptoss.config.plan import make_plan, run_directory
 from megatron_gptoss.errors import ConfigError, GptossError
 from megatron_gptoss.obs.console import Console
 from megatron_gptoss.obs.plan_table import plan_rows
@@ -52,6 +53,8 @@ RESUME_HELP = "Go on with a run directory from its last checkpoint. Without file
 INIT_HELP = "Start from the weights of a run directory, a checkpoint or a Hugging Face folder."
 Resume = Annotated[str, typer.Option("--resume", metavar="RUN", help=RESUME_HELP, show_default=False)]
 Init = Annotated[str, typer.Option("--init", metavar="PATH", help=INIT_HELP, show_default=False)]
+CONTINUE_HELP = "Go on with the run of this name and id if it has a checkpoint, else begin it. For jobs that are started again."
+Continue = Annotated[bool, typer.Option("--continue", help=CONTINUE_HELP)]
 
 
 @app.callback(invoke_without_command=True)
@@ -99,15 +102,15 @@ def check(args: Args = None, resume: Resume = "", init: Init = "") -> None:
 
 
 @app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
-def sft(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+def sft(args: Args = None, resume: Resume = "", init: Init = "", go_on: Continue = False) -> None:
     """Warm start: teach the policy the task's format by imitating generated transcripts."""
-    _run("sft", args, resume, init)
+    _run("sft", args, resume, init, go_on)
 
 
 @app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
-def train(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+def train(args: Args = None, resume: Resume = "", init: Init = "", go_on: Continue = False) -> None:
     """Train with reinforcement learning: roll out, score, update, sync, once a step."""
-    _run("train", args, resume, init)
+    _run("train", args, resume, init, go_on)
 
 
 @app.command("eval", context_settings=FLAGS_PASS, epilog=EPILOG)
@@ -167,12 +170,12 @@ def main() -> None:
 ENTRY = {"sft": ("loop.sft", "run_sft"), "train": ("loop.train", "run_training"), "eval": ("loop.evaluate", "run_evaluation")}
 
 
-def _run(command: str, args: list[str] | None, resume: str, init: str) -> None:
+def _run(command: str, args: list[str] | None, resume: str, init: str, go_on: bool = False) -> None:
     from megatron_gptoss.config.preflight import check_run, detect_cluster
 
     if not (args or resume):
         raise ConfigError(f"gptoss {command} needs a configuration. Example: gptoss {command} configs/tiny.toml configs/demo.toml")
-    loaded = _load(args, resume, init)
+    loaded = _load(args, resume, init, go_on)
     made = make_plan(loaded, detect_cluster())
     check_run(loaded, made, command)
     module, function = ENTRY[command]
@@ -184,8 +187,15 @@ def _run(command: str, args: list[str] | None, resume: str, init: str) -> None:
         raise typer.Exit(130) from None
 
 
-def _load(args: list[str] | None, resume: str, init: str) -> Loaded:
+def _load(args: list[str] | None, resume: str, init: str, go_on: bool = False) -> Loaded:
     paths, flags = parse_flags(args or [])
+    if go_on and not resume:
+        from megatron_gptoss.launch.restart import can_go_on
+
+        target = run_directory(load(paths, flags).config, datetime.now())
+        if can_go_on(target):
+            # Its own config.toml keeps where it once began.
+            resume, init, flags = str(target), "", [flag for flag in flags if flag.key != "run.init"]
     flags += [Flag("run.resume", resume, "--resume")] if resume else []
     flags += [Flag("run.init", init, "--init")] if init else []
     own = next((Path(flag.text) / "config.toml" for flag in reversed(flags) if flag.key == "run.resume" and flag.text), None)
