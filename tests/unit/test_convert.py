@@ -52,8 +52,9 @@ def test_to_megatron_and_back_is_bit_equal(tmp_path, monkeypatch, model, dtype):
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in original.values())
 
 
-def test_mxfp4_to_numbers_and_back_is_byte_equal(tmp_path):
+def test_mxfp4_to_numbers_and_back_is_byte_equal(tmp_path, monkeypatch):
     """Random codes: one block in ten thousand has no magnitude above 3 and would get a smaller scale; here there is none."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 30_000)
     random_mxfp4(tmp_path / "q")
     packed = tensors_of(tmp_path / "q")
     convert(tmp_path / "q", tmp_path / "hf", "hf")
@@ -67,7 +68,8 @@ def test_mxfp4_to_numbers_and_back_is_byte_equal(tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == MXFP4_CONFIG
 
 
-def test_mxfp4_through_megatron_keeps_even_blocks_that_fit_at_several_scales(tmp_path):
+def test_mxfp4_through_megatron_keeps_even_blocks_that_fit_at_several_scales(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 30_000)
     random_mxfp4(tmp_path / "q", low_codes=True)
     convert(tmp_path / "q", tmp_path / "mg", "megatron")
     convert(tmp_path / "mg", tmp_path / "canonical", "hf-mxfp4")
