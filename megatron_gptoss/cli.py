@@ -89,7 +89,12 @@ def plan(
 
 
 @app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
-def check(args: Args = None, resume: Resume = "", init: Init = "") -> None:
+def check(
+    args: Args = None,
+    resume: Resume = "",
+    init: Init = "",
+    parity: Annotated[bool, typer.Option("--parity", help="Also start trainer and engines, and compare their log-probs.")] = False,
+) -> None:
     """Check this node: Python and packages, libraries, disk, a free port, the run directory, the prompts. PASS or FAIL each."""
     from megatron_gptoss.config.machine import machine_checks
     from megatron_gptoss.config.preflight import detect_cluster
@@ -99,6 +104,10 @@ def check(args: Args = None, resume: Resume = "", init: Init = "") -> None:
     Console().table("check", [("PASS" if c.ok else "FAIL", f"{c.name}: {c.found}") for c in checks])
     if not all(c.ok for c in checks):
         raise typer.Exit(2)
+    if parity:
+        if resume:
+            raise ConfigError(f"gptoss check --parity starts nothing in a run directory. Use --init {resume} for that run's weights.")
+        _run("check", args, resume, init)
 
 
 @app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
@@ -167,7 +176,12 @@ def main() -> None:
 
 # ---- what the verbs share -----------------------------------------------------------------------------------------------------------
 
-ENTRY = {"sft": ("loop.sft", "run_sft"), "train": ("loop.train", "run_training"), "eval": ("loop.evaluate", "run_evaluation")}
+ENTRY = {
+    "sft": ("loop.sft", "run_sft"),
+    "train": ("loop.train", "run_training"),
+    "eval": ("loop.evaluate", "run_evaluation"),
+    "check": ("loop.parity", "run_check"),
+}
 
 
 def _run(command: str, args: list[str] | None, resume: str, init: str, go_on: bool = False) -> None:

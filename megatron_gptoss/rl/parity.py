@@ -190,8 +190,12 @@ def sentence(cause: Cause, *, window: int, temperature: float, trainer_was_seen:
         )
     name, in_trainer, in_engine = PIECE_WORDS[cause.piece]
     what = f": {words_of(cause.fault, window=window, temperature=temperature)}" if cause.fault else ", which differs from the reference"
-    where = f" in layers {', '.join(map(str, cause.layers))}" if cause.layers and len(cause.layers) != layers else ""
+    where = f" in {_layers(cause.layers)}" if cause.layers and len(cause.layers) != layers else ""
     return f"Cause: the {cause.side}'s {name}{where}{what}. Look at {in_trainer if cause.side == 'trainer' else in_engine}."
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def format_gaps(rows: Sequence[PositionGap], *, limit: float, window: int) -> str:
@@ -216,8 +220,8 @@ def format_pieces(pieces: Sequence[PieceGap]) -> str:
         bad = [g for g in gaps if g.bad]
         worst = max(bad or gaps, key=lambda g: g.error)
         unit = " nats" if piece == "head" else ""
-        layers = ", ".join(str(g.layer) for g in bad if g.layer >= 0)
-        verdict = "" if not bad else "  DIFFERS" + (f" in layers {layers}" if layers else "") + (f": {worst.fault}" if worst.fault else "")
+        layers = [g.layer for g in bad if g.layer >= 0]
+        verdict = (f"  DIFFERS{f' in {_layers(layers)}' if layers else ''}{f': {worst.fault}' if worst.fault else ''}") if bad else ""
         lines.append(f"  {PIECE_WORDS[piece][0]:<30}  {worst.error:>8.1e}  {worst.limit:>8.0e}{unit}{verdict}")
     return "\n".join(lines)
 
