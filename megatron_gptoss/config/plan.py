@@ -125,7 +125,7 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         sequences_per_minibatch=rl.sequences_per_step // rl.minibatches,
         updates_per_step=updates,
         total_updates=(config.run.steps - rl.has_critic * rl.critic_warmup_steps) * updates,
-        critic_updates=rl.has_critic * config.run.steps * updates,
+        critic_updates=rl.has_critic * config.run.steps * rl.minibatches * rl.critic_epochs,
         on_policy=updates == 1 and rl.old_logp == "auto",
         max_tokens_per_step=rl.sequences_per_step * rollout.max_sequence_tokens,
         num_engines=rollout.num_engines,

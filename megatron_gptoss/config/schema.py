@@ -157,8 +157,12 @@ class RlConfig(OptimizerFields):
     gae_lambda: Probability = Field(default=1.0, description="lambda of generalized advantage estimation; 1: no bias from the critic")
     value_clip: Annotated[float, Field(ge=0)] = Field(default=0.2, description="how far a critic's value may move in one step; 0: any")
     critic_lr: Annotated[float, Field(gt=0)] = Field(
-        default=1e-3,
+        default=2e-3,
         description="gae: the critic's learning rate; warm-up, decay and the other keys of the optimizer are those of the policy",
+    )
+    critic_epochs: Positive = Field(
+        default=4,
+        description="gae: times the critic learns from each step's rollouts; its values are of little use before it has seen many",
     )
     critic_warmup_steps: NonNegative = Field(
         default=3,

@@ -112,7 +112,8 @@ def _beside(predicted: int, measured: int) -> str:
 def _critic(config: Config) -> str:
     rl = config.rl
     first = f"learns alone in the first {_number(rl.critic_warmup_steps, 'step')}" if rl.critic_warmup_steps else "learns with the policy"
-    return f"values each {rl.credited}, beginning from the policy's weights; rate {rl.critic_lr:g}, {first}"
+    epochs = _number(rl.critic_epochs, "epoch")
+    return f"values each {rl.credited}, beginning from the policy's weights; {epochs} a step at rate {rl.critic_lr:g}, {first}"
 
 
 def _trainer(plan: RunPlan) -> str:

@@ -82,11 +82,11 @@ class Critic(TrainedModel):
         return [found[0].contiguous() for found in self._whole(batches, 1.0, 1)]
 
     def update(self, minibatches: Sequence[Minibatch], rl: RlConfig) -> CriticStats:
-        """One optimizer update per minibatch and epoch. The microbatches carry values from before the step, and targets."""
+        """One optimizer update per minibatch and epoch of its own. The microbatches carry values from before the step, and targets."""
         first, every = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)  # loss and tokens; clipped and tokens
         norms: list[float] = []
         stepped, problem = True, ""
-        for epoch, minibatch in ((e, m) for e in range(rl.epochs) for m in minibatches):
+        for epoch, minibatch in ((e, m) for e in range(rl.critic_epochs) for m in minibatches):
             weights, found = self._accumulate(minibatch, rl)
             norm, stepped = self._step(found)
             if epoch == 0:

@@ -21,7 +21,7 @@ from tests.helpers.training import MILD, samples, trainer
 
 MODEL = MILD.model_copy(update={"num_hidden_layers": 3})
 BATCH = valued(samples(7, seed=5, longest=31), seed=6, untaught=0.2)
-HOW = RlConfig(aggregation="sequence-mean")
+HOW = RlConfig(aggregation="sequence-mean", critic_epochs=1)
 TOLERANCE = 1e-5  # of a tensor's largest entry
 
 ONE = ParallelShape(world=1)

@@ -29,7 +29,8 @@ from tests.helpers.training import MILD, samples, trainer
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY, DEMO = str(CONFIGS / "tiny.toml"), str(CONFIGS / "demo.toml")
 STATS = StepStats(0.0, 0.0, 0.0, 0, 1, False, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
-PLAIN = RlConfig(value_clip=0.0)
+ONCE = RlConfig(critic_epochs=1)
+PLAIN = RlConfig(value_clip=0.0, critic_epochs=1)
 
 
 def packed(batch, budget: int = 8192):
@@ -79,7 +80,7 @@ def test_values_and_update_do_not_depend_on_the_packing(one_rank):
     together, apart = by_name(one, packed(batch)), by_name(many, packed(batch, 40))
     for name, values in together.items():
         assert apart[name] == pytest.approx(values, abs=1e-5)
-    for rl in (RlConfig(), RlConfig(aggregation="sequence-mean")):
+    for rl in (ONCE, RlConfig(aggregation="sequence-mean", critic_epochs=2)):
         a, b = one.update([packed(batch)], rl), many.update([packed(batch, 40)], rl)
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5)
         assert a.clip_fraction == b.clip_fraction
@@ -104,7 +105,7 @@ def test_the_loss_by_hand(one_rank, clip, aggregation):
             weight = 1 / s.num_trained if aggregation == "sequence-mean" else 1.0
             top, bottom = top + weight * max(plain, near) / 2, bottom + weight
             clipped, taught = clipped + (near > plain), taught + 1
-    stats = c.update([packed(batch)], RlConfig(value_clip=clip, aggregation=aggregation))
+    stats = c.update([packed(batch)], RlConfig(value_clip=clip, aggregation=aggregation, critic_epochs=1))
     assert stats.loss == pytest.approx(top / bottom, rel=1e-5)
     assert stats.clip_fraction == pytest.approx(clipped / taught)
     assert (clipped > 0) == (clip > 0)
@@ -136,7 +137,7 @@ def test_it_learns_what_it_is_taught_and_leaves_the_policy_alone(one_rank):
 def test_epochs_and_minibatches_are_updates_of_their_own(one_rank):
     c = critic(one_rank)
     parts = [packed(valued(samples(2, seed=s), seed=s)) for s in (1, 2)]
-    stats = c.update(parts, RlConfig(epochs=2, minibatches=2))
+    stats = c.update(parts, RlConfig(critic_epochs=2, minibatches=2))
     assert (stats.num_updates, c.schedule.num_steps) == (4, 4)
 
 
@@ -330,8 +331,8 @@ def planned(*flags: str):
 
 
 def test_the_flag_alone_is_a_plan_in_which_the_policy_decays_over_the_steps_it_learns_in():
-    loaded, plan = planned("--run.steps=40", "--rl.critic_warmup_steps=4", "--rl.minibatches=2")
-    assert not plan.not_built and (plan.total_updates, plan.critic_updates) == (36 * 2, 40 * 2)
+    loaded, plan = planned("--run.steps=40", "--rl.critic_warmup_steps=4", "--rl.minibatches=2", "--rl.critic_epochs=3")
+    assert not plan.not_built and (plan.total_updates, plan.critic_updates) == (36 * 2, 40 * 2 * 3)
     assert loaded.config.rl.credited == "token" and not loaded.config.rl.leaves_out_uniform_groups
     plain = make_plan(load(*parse_flags([TINY, DEMO])), Cluster(2, 0))
     assert (plain.total_updates, plain.critic_updates) == (40, 0)
