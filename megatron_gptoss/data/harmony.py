@@ -4,8 +4,8 @@ In: messages, or the token ids of one sampled turn. Out: token ids, or a `Parsed
 It does not judge what was said (tasks do), and it never rewrites history: openai-harmony drops old analysis when it renders a new user
 turn, here token ids are append-only, because what is trained must be what was sampled.
 
-A turn is everything the model samples after `<|start|>assistant`: any number of messages ended by `<|end|>` (analysis, preambles), then one
-that ends with `<|call|>` (a tool call) or `<|return|>` (the final answer).
+A turn is everything the model samples after `<|start|>assistant`: any number of messages ended by `<|end|>` (analysis, preambles), then
+tool calls ended by `<|call|>`, or the final answer ended by `<|return|>`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Problem = Literal[
     "no-final",  # <|return|> on another channel than final
     "final-not-returned",  # a final answer that does not end with <|return|>
     "unfinished",  # the last message ends with <|end|>, so a further one was due
-    "after-end",  # tokens after <|call|> or <|return|>
+    "after-end",  # messages after <|return|>, or a final answer after a call
 ]
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
@@ -48,17 +48,39 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One tool call as the model wrote it. Whether the arguments are any good, the task finds out."""
+
+    recipient: str | None  # "python", "functions.calc"; None for `<|call|>` without to=
+    text: str  # arguments, or Python
+    channel: str | None = None
+    content_type: str | None = None
+    problem: Problem | None = None  # None: well-formed, though the turn around it may not be
+
+
+@dataclass(frozen=True)
 class ParsedTurn:
-    """What the model said in one turn. A malformed turn keeps what could be read of its last message, so that no call is lost unseen."""
+    """What the model said in one turn.
+
+    Of a turn with several calls (parallel ones; engines that stop at `<|call|>` sample one) `text` and its neighbours are the last call's,
+    and all are in `calls`. A malformed turn shows the message in which the first problem was found, and all calls it holds anywhere, so
+    that none is lost unseen.
+    """
 
     kind: Literal["call", "final", "malformed"]
-    text: str = ""  # arguments of the call, the final answer, or as much of the last message as there is
+    text: str = ""  # arguments of the call, the final answer, or the content of the message with the problem
     channel: str | None = None
     recipient: str | None = None
     content_type: str | None = None  # as in Message
     before: tuple[Message, ...] = ()  # analysis and preambles that came first
     problem: Problem | None = None  # of a malformed turn only
     detail: str = ""  # the problem in words
+    calls: tuple[Call, ...] = ()  # in their order
+    pieces: tuple[tuple[int, ...], ...] = ()  # the sampled token ids by message, every one of them; see render_turn
+
+    def __post_init__(self) -> None:
+        if self.kind == "call" and not self.calls:
+            object.__setattr__(self, "calls", (Call(self.recipient, self.text, self.channel, self.content_type),))
 
 
 @dataclass(frozen=True)
@@ -73,22 +95,29 @@ class Marked:
 # ---------------------------------------------------------------- texts
 
 
-def system_text(reasoning: str, current_date: str = "", functions: bool = False) -> str:
-    """The system message GPT-OSS was trained with. `reasoning` is low, medium or high; `functions` when a developer message lists tools.
+def system_text(reasoning: str, current_date: str = "", functions: bool = False, tools: str = "") -> str:
+    """The system message GPT-OSS was trained with. `reasoning` is low, medium or high; `functions` when a developer message lists tools;
+    `tools`: the section of a built-in tool (data/tools.py).
 
     Dates are left out unless given: a prompt that changes overnight makes a run that cannot be repeated.
     """
     date = f"\nCurrent date: {current_date}" if current_date else ""
-    tools = "\nCalls to these tools must go to the commentary channel: 'functions'." if functions else ""
+    commentary = "\nCalls to these tools must go to the commentary channel: 'functions'." if functions else ""
+    section = f"{tools}\n\n" if tools else ""
     return (
         f"You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06{date}\n\nReasoning: {reasoning}\n\n"
-        f"# Valid channels: analysis, commentary, final. Channel must be included for every message.{tools}"
+        f"{section}# Valid channels: analysis, commentary, final. Channel must be included for every message.{commentary}"
     )
 
 
 def developer_text(instructions: str) -> str:
     """A developer message without tools."""
     return f"# Instructions\n\n{instructions}"
+
+
+def answer_to(call: Call, text: str) -> Message:
+    """What a tool answers to a call, on the channel the call came on."""
+    return Message("tool", text, call.channel or "commentary", "assistant", author_name=call.recipient)
 
 
 # ---------------------------------------------------------------- rendering
@@ -215,99 +244,129 @@ def parse_turn(token_ids: Sequence[int], tokenizer: Tokenizer) -> ParsedTurn:
     """One sampled assistant turn, the tokens after `<|start|>assistant`. Never raises: what is not a call or a final answer is "malformed".
 
     Works on ids, so that text which only spells `<|call|>` stays text. Header words may stand in any of the orders seen in the wild:
-    recipient beside the role or after the channel, with or without `<|constrain|>`, content type or a space before it.
+    recipient beside the role or after the channel, with or without `<|constrain|>`, content type or a space before it. Reading goes on
+    behind whatever is wrong, at the next place where a message can begin, so every call of the turn is in `calls`, in order.
     """
-    before: list[Message] = []
-    rest = list(token_ids)
-    if not rest:
+    pieces = _cut(token_ids, tokenizer)
+    said = [_read_piece(piece, following, tokenizer, first=n == 0) for n, (piece, following) in enumerate(pieces)]
+    for n, one in enumerate(said):
+        if one.problem is None:
+            one.problem, one.detail = _problem_of_place(one, said[n + 1 :])
+    calls = tuple(call for one in said for call in _calls_of(one))
+    kept = tuple(tuple(piece) for piece, _ in pieces)
+    if not said:
         return ParsedTurn("malformed", problem="empty", detail="no token was sampled")
-    while True:
-        one = _read_message(rest, tokenizer, first=not before)
-        if one.problem is not None:
-            return _malformed(one, before, one.problem, one.detail)
-        rest = one.rest
-        if one.end != "<|end|>":
-            return _closing(one, before, tokenizer)
-        if one.recipient:
-            return _malformed(one, before, "call-not-called", f"a message to {one.recipient} ends with <|end|>, not <|call|>")
-        if one.channel == "final":
-            return _malformed(one, before, "final-not-returned", "the final answer ends with <|end|>, not <|return|>")
-        if not rest:
-            return _malformed(one, before, "unfinished", "the turn ends with <|end|>, without a call or a final answer")
-        before.append(Message("assistant", one.text, one.channel, content_type=one.content_type))
+    wrong = next((n for n, one in enumerate(said) if one.problem is not None), None)
+    if wrong is None:
+        before = tuple(one.message() for one in said if one.end == "<|end|>")
+        kind = "call" if said[-1].end == "<|call|>" else "final"
+        one = said[-1]
+        return ParsedTurn(kind, one.text, one.channel, one.recipient, one.content_type, before, calls=calls, pieces=kept)
+    one, before = said[wrong], tuple(each.message() for each in said[:wrong] if each.end == "<|end|>")
+    return ParsedTurn(
+        "malformed", one.text, one.channel, one.recipient, one.content_type, before, one.problem, one.detail, calls=calls, pieces=kept
+    )
+
+
+def render_turn(turn: ParsedTurn) -> list[int]:
+    """The token ids that were parsed. Never through text: several spellings read the same, and what is trained is what was sampled."""
+    return [token for piece in turn.pieces for token in piece]
 
 
 @dataclass
 class _Read:
-    """One message cut off the front of a turn; what is unknown keeps its default."""
+    """One message of a turn; what is unknown keeps its default."""
 
     text: str = ""
     channel: str | None = None
-    recipient: str | None = None
+    recipients: tuple[str, ...] = ()  # one, in a header that is as it should be
     content_type: str | None = None
-    end: str = ""
-    rest: Sequence[int] = ()
+    end: str = ""  # the end token, "" without one
     problem: Problem | None = None
     detail: str = ""
 
+    @property
+    def recipient(self) -> str | None:
+        return self.recipients[0] if self.recipients else None
 
-def _closing(one: _Read, before: list[Message], tokenizer: Tokenizer) -> ParsedTurn:
-    """The turn whose last message ended with `<|call|>` or `<|return|>`."""
-    if one.rest:
-        return _malformed(one, before, "after-end", f"tokens after {one.end}: {tokenizer.decode(one.rest)[:80]!r}")
-    if one.end == "<|call|>":
-        if not one.recipient:
-            return _malformed(one, before, "call-without-recipient", "<|call|> in a message without to=")
-        return ParsedTurn("call", one.text, one.channel, one.recipient, one.content_type, tuple(before))
-    if one.recipient:
-        return _malformed(one, before, "call-not-called", f"a message to {one.recipient} ends with <|return|>, not <|call|>")
-    if one.channel != "final":
-        return _malformed(one, before, "no-final", f"<|return|> on channel {one.channel}, not final")
-    return ParsedTurn("final", one.text, one.channel, None, one.content_type, tuple(before))
+    def message(self) -> Message:
+        return Message("assistant", self.text, self.channel, content_type=self.content_type)
+
+    def wrong(self, problem: Problem, detail: str) -> None:
+        """The first problem found is the one that is kept."""
+        if self.problem is None:
+            self.problem, self.detail = problem, detail
 
 
-def _malformed(one: _Read, before: list[Message], problem: Problem, detail: str) -> ParsedTurn:
-    return ParsedTurn("malformed", one.text, one.channel, one.recipient, one.content_type, tuple(before), problem, detail)
+def _cut(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[Sequence[int], str]]:
+    """A turn as its messages, every token in one of them, each with the name of the special token that follows it ("": none, or its end).
+
+    A message ends with its end token, or where another one must have begun: at `<|start|>`, and at a `<|channel|>` inside content.
+    """
+    pieces: list[tuple[Sequence[int], str]] = []
+    begin, in_content = 0, False
+    for at, token in enumerate(ids):
+        name = tokenizer.special_name(token)
+        if name is None:
+            continue
+        if at > begin and (name == "<|start|>" or (name == "<|channel|>" and in_content)):
+            pieces.append((ids[begin:at], name))
+            begin, in_content = at, False
+        elif name in ENDS:
+            pieces.append((ids[begin : at + 1], ""))
+            begin, in_content = at + 1, False
+        in_content = in_content or name == "<|message|>"
+    if begin < len(ids):
+        pieces.append((ids[begin:], ""))
+    return pieces
 
 
-def _read_message(ids: Sequence[int], tokenizer: Tokenizer, first: bool) -> _Read:
-    """Cuts one message off. The first message of a turn has its `<|start|>assistant` in the prompt already."""
+def _read_piece(ids: Sequence[int], following: str, tokenizer: Tokenizer, first: bool) -> _Read:
+    """Reads one message. The first one of a turn has its `<|start|>assistant` in the prompt already."""
     one = _Read()
-    if not first and tokenizer.special_name(ids[0]) != "<|start|>":
-        one.problem, one.detail = "bad-header", f"{tokenizer.decode(ids[:1])!r} where <|start|> was due"
+    last = tokenizer.special_name(ids[-1])
+    if last in ENDS:
+        one.end, ids = str(last), ids[:-1]
+    started = bool(ids) and tokenizer.special_name(ids[0]) == "<|start|>"
+    if started and first:
+        one.wrong("bad-header", "<|start|> in a header, before <|message|>")
+    elif not started and not first:
+        one.wrong("bad-header", f"{(tokenizer.decode(ids[:1]) or one.end)!r} where <|start|> was due")
+    ids = ids[1:] if started else ids
+    if not one.end and not following:
+        one.wrong("truncated", "the turn ends inside a message")
+    message = next((n for n, token in enumerate(ids) if tokenizer.special_name(token) == "<|message|>"), None)
+    _read_header(ids[:message], one, tokenizer, started)
+    if message is None:
+        one.wrong("no-message" if one.end else "bad-header", f"{one.end or following} in a header, before <|message|>")
         return one
-    ids = ids if first else ids[1:]
-    upto, stop = _scan_header(ids, one, tokenizer, first)
-    if stop is None:
-        one.problem, one.detail = "truncated", "the turn ends inside a header"
-    elif stop != "<|message|>":
-        one.problem = "no-message" if stop in ENDS else "bad-header"
-        one.detail = f"{stop} in a header, before <|message|>"
-    else:
-        _scan_content(ids[upto + 1 :], one, tokenizer)
+    content = ids[message + 1 :]
+    one.text = tokenizer.decode(content)
+    strange = next((name for name in map(tokenizer.special_name, content) if name is not None), None if one.end else following or None)
+    if strange is not None:
+        one.wrong("special-in-content", f"{strange} inside a message")
     return one
 
 
-def _scan_header(ids: Sequence[int], one: _Read, tokenizer: Tokenizer, first: bool) -> tuple[int, str | None]:
-    """Reads a header into `one`. Returns where it stops and the special token there, None at the end of the turn."""
-    places: dict[str, list[int]] = {"speaker": []}  # text tokens by the special token they follow
-    place, stop, at = "speaker", None, 0
-    for at, token in enumerate(ids):  # noqa: B007 (the place where the loop stops is the result)
+def _read_header(ids: Sequence[int], one: _Read, tokenizer: Tokenizer, started: bool) -> None:
+    """Reads the tokens before `<|message|>` into `one`."""
+    places: list[tuple[str, list[int]]] = [("speaker", [])]  # each special token with the text tokens that follow it
+    for token in ids:
         name = tokenizer.special_name(token)
         if name is None:
-            places[place].append(token)
-        elif name in ("<|channel|>", "<|constrain|>") and name not in places:
-            place = name
-            places[place] = []
-        else:
-            stop = name
-            break
-    _read_words({place: tokenizer.decode(tokens).split() for place, tokens in places.items()}, one, first)
-    return at, stop
+            places[-1][1].append(token)
+            continue
+        if name not in ("<|channel|>", "<|constrain|>") or any(name == place for place, _ in places):
+            one.wrong("bad-header", f"{name} in a header, before <|message|>")
+        places.append((name, []))
+    words: dict[str, list[str]] = {}
+    for place, tokens in places:
+        words.setdefault(place, []).extend(tokenizer.decode(tokens).split())
+    _read_words(words, one, started)
 
 
-def _read_words(words: dict[str, list[str]], one: _Read, first: bool) -> None:
-    """Fills channel, recipient and content type from a header's words by place; says so in `problem` when a word has no meaning."""
+def _read_words(words: dict[str, list[str]], one: _Read, started: bool) -> None:
+    """Fills channel, recipients and content type from a header's words by place; says so when a word has no meaning."""
     recipients = [w.removeprefix("to=") for place in words.values() for w in place if w.startswith("to=")]
     speaker, channel, constrain = (
         [w for w in words.get(place, []) if not w.startswith("to=")] for place in ("speaker", "<|channel|>", "<|constrain|>")
@@ -317,26 +376,39 @@ def _read_words(words: dict[str, list[str]], one: _Read, first: bool) -> None:
         types.append("<|constrain|>" + "".join(constrain[:1]))
     one.channel = channel[0] if channel else None
     one.content_type = types[0] if types else None
-    one.recipient = next((r for r in recipients if r and r != "all"), None)
+    one.recipients = tuple(dict.fromkeys(r for r in recipients if r and r != "all"))
 
-    meaningless = (speaker if first else speaker[1:]) + types[1:] + constrain[1:]
-    if not first and speaker[:1] != ["assistant"]:
-        one.problem, one.detail = "other-speaker", f"the model went on as {speaker[0] if speaker else 'nobody'}"
+    meaningless = (speaker[1:] if started else speaker) + types[1:] + constrain[1:]
+    if started and speaker[:1] != ["assistant"]:
+        one.wrong("other-speaker", f"the model went on as {speaker[0] if speaker else 'nobody'}")
     elif meaningless:
-        one.problem, one.detail = "bad-header", f"words without a meaning in a header: {' '.join(meaningless)}"
+        one.wrong("bad-header", f"words without a meaning in a header: {' '.join(meaningless)}")
     elif "" in recipients or len(set(recipients)) > 1:
-        one.problem, one.detail = "bad-header", f"recipients in one header: {', '.join(r or '(empty)' for r in recipients)}"
+        one.wrong("bad-header", f"recipients in one header: {', '.join(r or '(empty)' for r in recipients)}")
 
 
-def _scan_content(ids: Sequence[int], one: _Read, tokenizer: Tokenizer) -> None:
-    """Reads a message's content and its end into `one`; a problem found in the header stays."""
-    at = next((n for n, token in enumerate(ids) if tokenizer.special_name(token) is not None), None)
-    one.text = tokenizer.decode(ids[:at])
-    if one.problem is not None:
-        return
-    if at is None:
-        one.problem, one.detail = "truncated", "the turn ends inside a message"
-        return
-    one.end, one.rest = str(tokenizer.special_name(ids[at])), ids[at + 1 :]
-    if one.end not in ENDS:
-        one.problem, one.detail = "special-in-content", f"{one.end} inside a message"
+def _problem_of_place(one: _Read, later: Sequence[_Read]) -> tuple[Problem | None, str]:
+    """What is wrong with a message that is well-formed, given what comes after it."""
+    if one.end == "<|call|>":
+        if not one.recipients:
+            return "call-without-recipient", "<|call|> in a message without to="
+        if any(other.end == "<|return|>" for other in later):
+            return "after-end", "a final answer after a call, without its result"
+        return None, ""
+    if one.end == "<|return|>" and later:
+        return "after-end", f"{len(later)} more message(s) after <|return|>"
+    if one.recipients:
+        return "call-not-called", f"a message to {one.recipient} ends with {one.end}, not <|call|>"
+    if one.end == "<|return|>":
+        return (None, "") if one.channel == "final" else ("no-final", f"<|return|> on channel {one.channel}, not final")
+    if one.channel == "final":
+        return "final-not-returned", "the final answer ends with <|end|>, not <|return|>"
+    if not later:
+        return "unfinished", "the turn ends with <|end|>, without a call or a final answer"
+    return None, ""
+
+
+def _calls_of(one: _Read) -> list[Call]:
+    """The calls a message makes or seems to make: one for each recipient, and one where `<|call|>` has none."""
+    recipients: Sequence[str | None] = one.recipients or ([None] if one.end == "<|call|>" else [])
+    return [Call(recipient, one.text, one.channel, one.content_type, one.problem) for recipient in recipients]

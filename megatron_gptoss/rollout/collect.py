@@ -167,7 +167,7 @@ class _Walk:
                 if isinstance(reply, Verdict):
                     return self._finish(reply, reply.stop_reason)
                 answer = [*render(reply, tokenizer), *generation_prefix(tokenizer)]
-            self.num_tool_calls += parsed.kind == "call"
+            self.num_tool_calls += len(parsed.calls) if parsed.kind == "call" else 0
             if last:
                 break
             if len(self.token_ids) + len(answer) >= limits.max_sequence_tokens:

@@ -133,7 +133,7 @@ class ArithmeticConversation:
         return (DEVELOPER, Message("user", self.prompt.text))
 
     def reply(self, turn: ParsedTurn) -> Sequence[Message] | Verdict:
-        if turn.kind == "call" and turn.recipient == TOOL and turn.channel == "commentary":
+        if turn.kind == "call" and len(turn.calls) == 1 and turn.recipient == TOOL and turn.channel == "commentary":
             expression = _expression(turn.text)
             if expression is not None:
                 self.num_calls += 1

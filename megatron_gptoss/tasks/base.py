@@ -46,7 +46,10 @@ class Conversation(Protocol):
         ...
 
     def reply(self, turn: ParsedTurn) -> Sequence[Message] | Verdict:
-        """Tool results that answer `turn`, or the verdict that ends the conversation. May be called from several threads at once."""
+        """Tool results that answer `turn`, one for each of `turn.calls` in their order, or the verdict that ends the conversation.
+
+        A task that wants one call at a time looks at `len(turn.calls)`. May be called from several threads at once.
+        """
         ...
 
     def cut(self, reason: str) -> Verdict:

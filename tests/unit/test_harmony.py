@@ -8,18 +8,23 @@ from hypothesis import strategies as st
 from megatron_gptoss.config.schema import Config, TokenizerConfig
 from megatron_gptoss.data.harmony import (
     ENDS,
+    Call,
     Message,
     ParsedTurn,
+    answer_to,
     developer_text,
     generation_prefix,
     parse_turn,
     render,
     render_marked,
+    render_turn,
     system_text,
     turn_stop_tokens,
 )
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_gptoss.data.tools import STATELESS_PYTHON, Tool, functions_text, python_text
 from tests.helpers.shared_data import shared_file
+from tools.fuzz_harmony import broken_law, fuzz
 
 TINY = load_tokenizer(Config(tokenizer=TokenizerConfig(name="tiny")))
 SPECIALS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"]
@@ -112,6 +117,65 @@ def test_system_text_with_function_tools_is_theirs():
     assert "type calc = (_: {" in tools
     ours = [Message("system", system_text("medium", functions=True)), Message("developer", tools), *TALK[:4]]
     assert render(ours, gpt_oss()) + generation_prefix(gpt_oss()) == their_ids([system, developer, *map(theirs, TALK[:4])])
+
+
+def test_the_built_in_python_tool_is_described_as_theirs():
+    system = oh.Message.from_role_and_content(oh.Role.SYSTEM, oh.SystemContent.new().with_tools(oh.ToolNamespaceConfig.python()))
+    ours = [Message("system", system_text("medium", tools=python_text())), TALK[0]]
+    # Theirs says so of functions also where there are none.
+    their = (
+        gpt_oss()
+        .decode(their_ids([system, theirs(TALK[0])]))
+        .replace("\nCalls to these tools must go to the commentary channel: 'functions'.", "")
+    )
+    assert gpt_oss().decode(render(ours, gpt_oss()) + generation_prefix(gpt_oss())) == their
+    told = system_text("high", tools=python_text(STATELESS_PYTHON.format(timeout_s=5.0)))
+    assert "Reasoning: high" in told and "time out after 5 seconds" in told
+
+
+LINES = st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), min_size=1, max_size=12)
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["number", "integer", "boolean"])}, optional={"default": st.integers(-(2**63), 2**63) | st.booleans()}
+    )
+    | st.fixed_dictionaries({"type": st.just("string")}, optional={"enum": st.lists(LINES, min_size=1, max_size=3), "default": LINES}),
+    lambda inner: (
+        st.fixed_dictionaries({"type": st.just("array")}, optional={"items": inner})
+        | st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(st.from_regex(r"[a-z]{1,3}", fullmatch=True), inner, max_size=3)},
+            optional={"description": LINES, "required": st.lists(st.sampled_from(["a", "b", "c"]))},
+        )
+    ),
+    max_leaves=8,
+).flatmap(lambda schema: st.just(schema) | LINES.map(lambda text: {**schema, "description": text}))
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.from_regex(r"[a-z]{1,3}", fullmatch=True), SCHEMAS, max_size=4), LINES, st.just("") | LINES)
+def test_functions_are_described_as_theirs(properties, description, instructions):
+    schema = {"type": "object", "properties": properties, "required": list(properties)[::2]}
+    content = oh.DeveloperContent.new().with_function_tools(
+        [oh.ToolDescription.new("f", description, schema), oh.ToolDescription.new("g", "Two\nlines.", None)]
+    )
+    content = content.with_instructions(instructions) if instructions else content
+    their = gpt_oss().decode(their_ids([oh.Message.from_role_and_content(oh.Role.DEVELOPER, content)]))
+    ours = functions_text([Tool("f", description, schema), Tool("g", "Two\nlines.")], instructions)
+    assert their == f"<|start|>developer<|message|>{ours}<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "string", "pattern": "a"}, r"tool f.x: the schema says pattern"),
+        ({"type": ["string", "null"]}, r"tool f.x: type \['string', 'null'\]"),
+        ({"oneOf": []}, r"tool f.x: the schema says oneOf"),
+        ({"type": "array", "items": {}}, r"tool f.x\[\]: type None"),
+        ({"type": "string", "description": "a\nb"}, r"tool f.x: the description of a parameter must be one line"),
+    ],
+)
+def test_a_schema_that_the_model_would_not_see_is_refused(schema, message):
+    with pytest.raises(ValueError, match=message):
+        functions_text([Tool("f", "", {"type": "object", "properties": {"x": schema}})])
 
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
@@ -219,6 +283,84 @@ def test_well_formed_turns_read_as_theirs(thoughts, text, calls):
     agrees_with_openai_harmony(ids, turn)
 
 
+# The ten spellings of a call found in the wild, of which most parsers lose seven, with what has to come out.
+CODE = "print(1)"
+TEN = {
+    "as trained": (f"{THINK}<|channel|>commentary to=functions.calc <|constrain|>json<|message|>{ARGS}<|call|>", "functions.calc", ARGS),
+    "recipient in the role header": (
+        f"{THINK} to=functions.calc<|channel|>commentary <|constrain|>json<|message|>{ARGS}<|call|>", "functions.calc", ARGS,
+    ),
+    "no <|constrain|>": (f"{THINK}<|channel|>commentary to=functions.calc json<|message|>{ARGS}<|call|>", "functions.calc", ARGS),
+    "no content type": (f"{THINK}<|channel|>commentary to=functions.calc<|message|>{ARGS}<|call|>", "functions.calc", ARGS),
+    "no analysis first": (f"<|channel|>commentary to=functions.calc <|constrain|>json<|message|>{ARGS}<|call|>", "functions.calc", ARGS),
+    "no channel": (f" to=functions.calc<|message|>{ARGS}<|call|>", "functions.calc", ARGS),
+    "to=python code": (f"{THINK}<|channel|>analysis to=python code<|message|>{CODE}<|call|>", "python", CODE),
+    "no space before <|constrain|>": (
+        f"<|channel|>commentary to=functions.calc<|constrain|>json<|message|>{ARGS}<|call|>", "functions.calc", ARGS,
+    ),
+    "a literal <|call|> inside JSON": (
+        '<|channel|>commentary to=functions.calc <|constrain|>json<|message|>{"s":"@"}<|call|>', "functions.calc", '{"s":"<|call|>"}',
+    ),
+    "a truncated call": (
+        f"{THINK}<|channel|>commentary to=functions.calc <|constrain|>json<|message|>{ARGS[:9]}", "functions.calc", ARGS[:9],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_the_ten_spellings_in_the_wild(name, tokenizer):
+    spelled, recipient, text = TEN[name]
+    front, at, behind = spelled.partition("@")
+    ids = ids_of(front, tokenizer) + (tokenizer.encode("<|call|>") if at else []) + ids_of(behind, tokenizer)
+    turn = parse_turn(ids, tokenizer)
+    (call,) = turn.calls
+    assert (call.recipient, call.text) == (recipient, text)
+    assert (turn.kind, turn.problem) == (("malformed", "truncated") if name == "a truncated call" else ("call", None))
+    assert (call.problem is None) == (turn.kind == "call")
+    assert render_turn(turn) == ids
+
+
+def test_parallel_calls_are_all_there_in_their_order(tokenizer):
+    one = "<|channel|>commentary to=functions.calc json<|message|>1<|call|><|start|>assistant"
+    two = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis to=python code<|message|>2<|call|>"
+    turn = parse_turn(ids_of(THINK + one + two, tokenizer), tokenizer)
+    calls = (Call("functions.calc", "1", "commentary", "json"), Call("python", "2", "analysis", "code"))
+    assert (turn.kind, turn.calls, turn.recipient, turn.text) == ("call", calls, "python", "2")
+    assert [m.content for m in turn.before] == ["Hm.", "Hm."]
+    answers = [answer_to(call, text) for call, text in zip(turn.calls, "34", strict=True)]
+    said = tokenizer.decode(render(answers, tokenizer))
+    assert said == (
+        "<|start|>functions.calc to=assistant<|channel|>commentary<|message|>3<|end|>"
+        "<|start|>python to=assistant<|channel|>analysis<|message|>4<|end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "problem", "calls"),
+    [
+        # A call, then an answer that did not wait for its result.
+        ("<|channel|>commentary to=a<|message|>1<|call|><|start|>assistant<|channel|>final<|message|>4<|return|>", "after-end", ["a"]),
+        # What is wrong comes first, and the call behind it is still there.
+        ("hello<|end|><|start|>assistant<|channel|>commentary to=a<|message|>1<|call|>", "bad-header", ["a"]),
+        ("<|channel|>analysis<|message|>Hm.<|channel|>commentary to=a<|message|>1<|call|>", "special-in-content", ["a"]),
+        ("<|start|>assistant<|channel|>commentary to=a<|message|>1<|call|>", "bad-header", ["a"]),
+        ("<|channel|>commentary to=a to=b<|message|>1<|call|>", "bad-header", ["a", "b"]),
+        ("<|channel|>final to=a<|message|>1<|end|><|start|>assistant to=b<|message|>2<|call|>", "call-not-called", ["a", "b"]),
+        ("<|call|><|call|>", "no-message", [None, None]),
+    ],
+)  # fmt: skip
+def test_calls_of_a_malformed_turn_are_kept(said, problem, calls, tokenizer):
+    turn = parse_turn(ids_of(said, tokenizer), tokenizer)
+    assert (turn.kind, turn.problem, [call.recipient for call in turn.calls]) == ("malformed", problem, calls), turn
+
+
+def test_a_seeded_sample_of_the_million_streams(tokenizer):
+    """tools/fuzz_harmony.py runs the million; its laws are read off the ids, not with the parser."""
+    outcomes = fuzz(tokenizer, seed=7, count=8000)
+    assert outcomes["call"] and outcomes["final"] and outcomes["2 parallel calls"]
+    assert len(outcomes) >= 14  # nearly every problem there is
+
+
 @pytest.mark.parametrize(
     ("said", "problem", "recipient", "text"),
     [
@@ -237,13 +379,13 @@ def test_well_formed_turns_read_as_theirs(thoughts, text, calls):
         ("<|channel|>commentary to=<|message|>{}<|call|>", "bad-header", None, "{}"),
         ("<|channel|>commentary to=a json extra<|message|>{}<|call|>", "bad-header", "a", "{}"),
         ("hello<|channel|>final<|message|>4<|return|>", "bad-header", None, "4"),
-        ("<|channel|>final<|channel|>final<|message|>4<|return|>", "bad-header", None, ""),
+        ("<|channel|>final<|channel|>final<|message|>4<|return|>", "bad-header", None, "4"),
         ("<|channel|>analysis<|message|>4<|return|>", "no-final", None, "4"),
         ("<|message|>4<|return|>", "no-final", None, "4"),
         ("<|channel|>final<|message|>4<|end|>", "final-not-returned", None, "4"),
         ("<|channel|>analysis<|message|>4<|end|>", "unfinished", None, "4"),
         ("<|channel|>final<|message|>4<|start|>", "special-in-content", None, "4"),
-        ("<|channel|>final<|message|>4<|message|>5<|return|>", "special-in-content", None, "4"),
+        ("<|channel|>final<|message|>4<|message|>5<|return|>", "special-in-content", None, "4<|message|>5"),
         (THINK[: -len("assistant")] + "user<|message|>And?<|end|>", "other-speaker", None, "And?"),
         ("<|channel|>analysis<|message|>Hm.<|end|>4", "bad-header", None, ""),
         ("<|channel|>final<|message|>4<|return|>5", "after-end", None, "4"),
@@ -282,8 +424,9 @@ def test_the_parser_never_raises_and_never_loses_a_call(pieces):
         assert TINY.special("<|call|>") not in ids
         assert ids[-1] == TINY.special("<|return|>")
     if turn.kind == "call":
-        assert ids.index(TINY.special("<|call|>")) == len(ids) - 1
-        assert turn.recipient
+        assert ids[-1] == TINY.special("<|call|>")
+        assert turn.recipient == turn.calls[-1].recipient
+    assert broken_law(ids, turn, TINY) is None
 
 
 @given(st.lists(st.integers(-2, 600) | st.integers(200_000, 201_100), max_size=40))
