@@ -356,11 +356,15 @@ class ParityConfig(Section):
 
     enabled: bool = True
     max_abs_gap: Annotated[float, Field(gt=0)] = Field(default=1e-4, description="largest log-prob gap allowed at any position, nats")
+    max_mean_gap: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="largest mean of the gap over all compared tokens, nats; 0: no limit. In bfloat16 it sees what single tokens hide",
+    )
     perturb: str = Field(
-        default="no-sinks,window,yarn,router-bias",
+        default="no-sinks,window,yarn-rounded,router-bias",
         pattern=rf"^({'|'.join(PERTURBATIONS)})(,({'|'.join(PERTURBATIONS)}))*$|^$",
-        description="faults the trainer is given one at a time when it agrees with the engine; each must move some log-prob by more than "
-        "max_abs_gap, or the comparison is blind to it and the run does not start; empty: none",
+        description="comma-separated faults that the trainer is given one at a time when it agrees with the engine; each must move its log-probs by "
+        "more than the two limits allow, or the comparison is blind to it and the run does not start; empty: none",
     )
     reference_gib: Annotated[float, Field(ge=0)] = Field(
         default=8.0,

@@ -23,10 +23,12 @@ from megatron_gptoss.data.harmony import generation_prefix, render
 from megatron_gptoss.errors import ParityError
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.rl.parity import (
+    Band,
     Cause,
     Fit,
     PieceGap,
     PositionGap,
+    agree,
     cause_in_engine,
     cause_in_trainer,
     fit,
@@ -35,9 +37,10 @@ from megatron_gptoss.rl.parity import (
     format_gaps,
     format_pieces,
     gap_by_position,
+    is_blind,
+    mean_gap,
     sentence,
     shift,
-    within,
 )
 from megatron_gptoss.types import Sample, TurnRequest, TurnResult
 
@@ -64,11 +67,11 @@ class SelfTest:
     """Passed."""
 
     rows: tuple[PositionGap, ...]
-    changes: dict[str, float]  # perturbation -> largest change of the trainer's log-probs, nats
+    changes: tuple[Fit, ...]  # of the trainer's log-probs, by each perturbation
     seconds: float
 
     def words(self) -> str:
-        seen = f"; {', '.join(self.changes)} would have been seen" if self.changes else ""
+        seen = f"; {', '.join(f.fault for f in self.changes)} would have been seen" if self.changes else ""
         return (
             f"largest gap between trainer and engine {max(r.max for r in self.rows):.1e} nats over {sum(r.tokens for r in self.rows)} "
             f"tokens{seen} (self-test {self.seconds:.1f} s)"
@@ -76,42 +79,48 @@ class SelfTest:
 
 
 def self_test(session: Session) -> SelfTest:
-    """Sample with the engine, score with the trainer, compare; then perturb the trainer. Raises ParityError when a position's gap is over
-    `parity.max_abs_gap`, with the cause, or when a perturbation does not show."""
+    """Sample with the engine, score with the trainer, compare; then perturb the trainer. Raises ParityError when the gap is over its
+    limits, with the cause, or when a perturbation does not show."""
     began = time.perf_counter()
-    parity, window = session.config.parity, session.config.model.sliding_window
+    band, window = band_of(session), session.config.model.sliding_window
     probe = take_probe(session)
     trainer = session.score(probe.samples)
     rows = _rows(session, probe, trainer)
-    if not within(rows, parity.max_abs_gap):
+    if not agree(rows, band):
         raise ParityError(
-            f"trainer and engine disagree on the same tokens: the largest gap may be {parity.max_abs_gap:g} nats (parity.max_abs_gap). "
-            f"The run does not start.\n{format_gaps(rows, limit=parity.max_abs_gap, window=window)}\n\n{diagnose(session, probe, trainer)}"
+            f"trainer and engine disagree on the same tokens: {band}. The run does not start.\n"
+            f"{format_gaps(rows, limit=band.largest, window=window)}\n\n{diagnose(session, probe, trainer)}"
         )
-    changes = {fault: _change(session, probe, trainer, fault) for fault in parity.perturb.split(",") if fault}
-    blind = [fault for fault, change in changes.items() if not change > parity.max_abs_gap]
+    perturbations = [fault for fault in session.config.parity.perturb.split(",") if fault]
+    changes = [fit(fault, trainer, probe.engine, _broken_scores(session, probe, fault)) for fault in perturbations]
+    blind = [change.fault for change in changes if is_blind(change, band)]
     if blind:
         raise ParityError(
             f"trainer and engine agree, but the comparison could not have seen {', '.join(blind)}: such a fault moves the trainer's "
-            f"log-probs by no more than parity.max_abs_gap = {parity.max_abs_gap:g} nats. The run does not start.\n"
-            f"{format_changes(changes, limit=parity.max_abs_gap)}\n"
-            "Lower parity.max_abs_gap towards the gap that is measured, raise rollout.max_sequence_tokens (longer probes show more), or "
-            "take out of parity.perturb what cannot show in this model."
+            f"log-probs by no more than is allowed ({band}). The run does not start.\n"
+            f"{format_changes(changes, band=band)}\n"
+            f"The measured gap is {max(r.max for r in rows):.1e} at most and {mean_gap(rows):.1e} in the mean: lower parity.max_abs_gap or "
+            "set parity.max_mean_gap nearer to it, raise rollout.max_sequence_tokens (longer probes show more), or take out of "
+            "parity.perturb what cannot show in this model."
         )
-    return SelfTest(tuple(rows), changes, time.perf_counter() - began)
+    return SelfTest(tuple(rows), tuple(changes), time.perf_counter() - began)
+
+
+def band_of(session: Session) -> Band:
+    return Band(session.config.parity.max_abs_gap, session.config.parity.max_mean_gap)
 
 
 def diagnose(session: Session, probe: Probe, trainer: Sequence[Sequence[float]]) -> str:
     """Tables and a sentence: which side is wrong, in which piece, and how."""
-    config, tables = session.config, []
-    limit, window, T = config.parity.max_abs_gap, config.model.sliding_window, config.rollout.temperature
+    config, band, tables = session.config, band_of(session), []
+    window, T = config.model.sliding_window, config.rollout.temperature
     pieces, why_not = _pieces(session, probe)
     tables.append(format_pieces(pieces) if pieces else f"  (the trainer's pieces are not compared with the reference: {why_not})")
     cause: Cause | None = cause_in_trainer(pieces)
     if cause is None:
         fits = _fits(session, probe, trainer)
-        tables.append(format_fits(fits, limit=limit))
-        cause = cause_in_engine(fits, limit)
+        tables.append(format_fits(fits, band=band))
+        cause = cause_in_engine(fits, band)
     layers = config.model.num_hidden_layers
     tables.append(sentence(cause, window=window, temperature=T, trainer_was_seen=bool(pieces), layers=layers))
     return "\n\n".join(tables)
@@ -149,11 +158,6 @@ def _fits(session: Session, probe: Probe, trainer: Sequence[Sequence[float]]) ->
 def _broken_scores(session: Session, probe: Probe, fault: str) -> list[list[float]]:
     with session.world.broken(fault):
         return session.score(probe.samples)
-
-
-def _change(session: Session, probe: Probe, trainer: Sequence[Sequence[float]], fault: str) -> float:
-    """How far this fault moves the trainer's log-probs, nats."""
-    return fit(fault, trainer, probe.engine, _broken_scores(session, probe, fault)).changed
 
 
 def _rows(session: Session, probe: Probe, trainer: Sequence[Sequence[float]]) -> list[PositionGap]:
@@ -238,7 +242,7 @@ def run_check(loaded: Loaded, plan: RunPlan) -> None:
                 session.start()
             session.publish(session.progress.policy_version)
             passed = self_test(session)
-            limit, window = session.config.parity.max_abs_gap, session.config.model.sliding_window
-            session.console.say(format_gaps(passed.rows, limit=limit, window=window))
-            session.console.say(format_changes(passed.changes, limit=limit))
+            band, window = band_of(session), session.config.model.sliding_window
+            session.console.say(format_gaps(passed.rows, limit=band.largest, window=window))
+            session.console.say(format_changes(passed.changes, band=band))
             session.console.say(f"PASS  parity: {passed.words()}")

@@ -8,7 +8,7 @@ model. docs/self_test.md has the method.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # Fault -> piece that has it, what it is. {window} is the right one, {wider} and {narrower} its neighbours, {T} rollout.temperature.
@@ -56,6 +56,22 @@ PIECE_WORDS = {
 
 
 @dataclass(frozen=True)
+class Band:
+    """What is taken for rounding, nats. Both limits must hold."""
+
+    largest: float  # of |trainer - engine|, for each token
+    mean: float = 0.0  # over all tokens; 0: no limit
+
+    def holds(self, largest: float, mean: float) -> bool:
+        """nan is outside."""
+        return largest <= self.largest and (not self.mean or mean <= self.mean)
+
+    def __str__(self) -> str:
+        mean = f", its mean {self.mean:g} (parity.max_mean_gap)" if self.mean else ""
+        return f"the largest gap may be {self.largest:g} nats (parity.max_abs_gap){mean}"
+
+
+@dataclass(frozen=True)
 class PositionGap:
     """Tokens at positions first..last of their sequences."""
 
@@ -87,8 +103,10 @@ class Fit:
 
     fault: str
     left: float  # largest |trainer with the fault - engine|, nats
+    left_mean: float  # its mean
     explained: float  # share of the gap's square that is gone, 1 at best
     changed: float  # largest change that the fault makes to the trainer, nats
+    changed_mean: float
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,15 @@ def within(rows: Sequence[PositionGap], limit: float) -> bool:
     return all(row.max <= limit for row in rows)
 
 
+def mean_gap(rows: Sequence[PositionGap]) -> float:
+    """Over all tokens, nats."""
+    return sum(row.mean * row.tokens for row in rows) / sum(row.tokens for row in rows)
+
+
+def agree(rows: Sequence[PositionGap], band: Band) -> bool:
+    return within(rows, band.largest) and band.holds(0.0, mean_gap(rows))
+
+
 def fit(fault: str, trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], changed: Sequence[Sequence[float]]) -> Fit:
     """Log-probs of each sequence: the trainer's, the engine's, and the trainer's with the fault. Of a shift the first or the last token of
     each sequence is left out: what it would have got is not known."""
@@ -134,9 +161,16 @@ def fit(fault: str, trainer: Sequence[Sequence[float]], engine: Sequence[Sequenc
     return Fit(
         fault,
         left=_largest(c - b for _, b, c in rows),
+        left_mean=sum(abs(c - b) for _, b, c in rows) / len(rows),
         explained=1.0 - left / gap if gap > 0.0 else 0.0,
         changed=_largest(c - a for a, _, c in rows),
+        changed_mean=sum(abs(c - a) for a, _, c in rows) / len(rows),
     )
+
+
+def is_blind(change: Fit, band: Band) -> bool:
+    """A comparison within this band would not notice such a change. One that is not a number is noticed."""
+    return band.holds(change.changed, change.changed_mean)
 
 
 def _largest(values: Iterable[float]) -> float:
@@ -161,9 +195,10 @@ def cause_in_trainer(pieces: Sequence[PieceGap]) -> Cause | None:
     return Cause("trainer", piece, first.fault, tuple(p.layer for p in same if p.layer >= 0))
 
 
-def cause_in_engine(fits: Sequence[Fit], limit: float) -> Cause:
-    """The fault with which the trainer equals the engine: no gap is over the limit, and most of it is gone. When several do, the best."""
-    good = [f for f in fits if f.left <= limit and f.explained > 0.5]
+def cause_in_engine(fits: Sequence[Fit], band: Band) -> Cause:
+    """The fault with which the trainer equals the engine: what is left is inside the band, and most of it is gone. When several do, the
+    best."""
+    good = [f for f in fits if band.holds(f.left, f.left_mean) and f.explained > 0.5]
     if not good:
         return Cause("unknown", "", "")
     best = max(good, key=lambda f: f.explained)
@@ -226,18 +261,18 @@ def format_pieces(pieces: Sequence[PieceGap]) -> str:
     return "\n".join(lines)
 
 
-def format_fits(fits: Sequence[Fit], *, limit: float) -> str:
+def format_fits(fits: Sequence[Fit], *, band: Band) -> str:
     """What each fault would leave of the gap, best first."""
-    lines = [f"  {'if the engine had this fault':<30}  {'gap left':>10}  {'explained':>9}"]
+    lines = [f"  {'if the engine had this fault':<30}  {'max left':>10}  {'mean left':>10}  {'explained':>9}"]
     for f in sorted(fits, key=lambda f: (not math.isfinite(f.left), f.left)):
-        verdict = "  inside the limit" if f.left <= limit else ""
-        lines.append(f"  {f.fault:<30}  {f.left:>10.2e}  {f.explained:>9.1%}{verdict}")
+        verdict = "  inside the limits" if band.holds(f.left, f.left_mean) else ""
+        lines.append(f"  {f.fault:<30}  {f.left:>10.2e}  {f.left_mean:>10.2e}  {f.explained:>9.1%}{verdict}")
     return "\n".join(lines)
 
 
-def format_changes(changes: Mapping[str, float], *, limit: float) -> str:
+def format_changes(changes: Sequence[Fit], *, band: Band) -> str:
     """How far each perturbation moved the trainer."""
-    lines = [f"  {'perturbed in the trainer':<30}  {'largest change':>14}"]
-    for fault, change in changes.items():
-        lines.append(f"  {fault:<30}  {change:>14.2e}{'' if change > limit else '  NOT SEEN'}")
+    lines = [f"  {'perturbed in the trainer':<30}  {'max change':>10}  {'mean change':>11}"]
+    for f in changes:
+        lines.append(f"  {f.fault:<30}  {f.changed:>10.2e}  {f.changed_mean:>11.2e}{'  NOT SEEN' if is_blind(f, band) else ''}")
     return "\n".join(lines)
