@@ -363,8 +363,8 @@ class ParityConfig(Section):
     perturb: str = Field(
         default="no-sinks,window,yarn-rounded,router-bias",
         pattern=rf"^({'|'.join(PERTURBATIONS)})(,({'|'.join(PERTURBATIONS)}))*$|^$",
-        description="comma-separated faults that the trainer is given one at a time when it agrees with the engine; each must move its log-probs by "
-        "more than the two limits allow, or the comparison is blind to it and the run does not start; empty: none",
+        description="comma-separated faults that the trainer is given one at a time when it agrees with the engine; each must move its "
+        "log-probs by more than the two limits allow, or the comparison is blind to it and the run does not start; empty: none",
     )
     reference_gib: Annotated[float, Field(ge=0)] = Field(
         default=8.0,
