@@ -32,11 +32,12 @@ def samples(count: int, *, seed: int, vocab_size: int = TINY.vocab_size, shortes
     return made
 
 
-def trainer(shape, *, model=MILD, lr: float = 1e-2, seed: int = 3, updates: int = 10, **fields):
+def trainer(shape, *, model=MILD, lr: float = 1e-2, seed: int = 3, updates: int = 10, clip_grad: float = 1.0, **fields):
     """A trainer of this rank with strong asymmetric weights. Process groups must exist."""
     from megatron_gptoss.trainer.step import Trainer
 
-    made = Trainer(model, TrainerConfig(**fields), shape, RlConfig(lr=lr, decay="constant", warmup_steps=0), total_updates=updates)
+    optimizer = RlConfig(lr=lr, decay="constant", warmup_steps=0, clip_grad=clip_grad)
+    made = Trainer(model, TrainerConfig(**fields), shape, optimizer, total_updates=updates)
     made.load_hf((n, 0.5 * t if "norm" not in n else t) for n, t in strong_tensors(model, seed))
     made.weights_changed()
     return made
