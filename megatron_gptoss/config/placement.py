@@ -6,7 +6,7 @@ which Ray node a number stands for is found when Ray is up (loop/nodes.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_gptoss.config.layout import world_size
@@ -20,12 +20,22 @@ class Placement:
     engines: tuple[int, ...]  # of engine 0, 1, ...
 
 
-def same_gpu(gpus: Mapping[str, str]) -> str:
-    """What is wrong when two of these (who: UUID of its GPU, "" on a CPU) compute on one GPU; "" when nothing is."""
+@dataclass(frozen=True)
+class Place:
+    """Where a rank or an engine really runs, as it says itself."""
+
+    who: str
+    host: str
+    pid: int
+    gpus: tuple[str, ...]  # UUIDs; none on a CPU
+
+
+def same_gpu(places: Iterable[Place]) -> str:
+    """What is wrong when two of these compute on one GPU; "" when nothing is."""
     holders: dict[str, list[str]] = {}
-    for who, gpu in gpus.items():
-        if gpu:
-            holders.setdefault(gpu, []).append(who)
+    for place in places:
+        for gpu in place.gpus:
+            holders.setdefault(gpu, []).append(f"{place.who} ({place.host})")
     shared = [f"{' and '.join(names)} on {gpu}" for gpu, names in holders.items() if len(names) > 1]
     if not shared:
         return ""

@@ -7,6 +7,7 @@ train.py, sft.py and evaluate.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded, load
 from megatron_gptoss.config.memory import checkpoint_bytes
-from megatron_gptoss.config.placement import same_gpu
+from megatron_gptoss.config.placement import Place, same_gpu
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
@@ -46,6 +47,7 @@ from megatron_gptoss.obs.run_dir import (
     is_run_dir,
     latest_checkpoint,
     torn_since,
+    write_atomic,
 )
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
@@ -295,11 +297,20 @@ class Session:
                 await asyncio.gather(trainer, self._pool.start())
 
         self.run(both())
-        engines = {} if self._pool is None else self._pool.gpus()
-        if problem := same_gpu({f"trainer rank {rank}": gpu for rank, gpu in enumerate(self.world.gpus)} | engines):
-            raise MachineError(problem)
+        self._tell_places([*self.world.places, *([] if self._pool is None else self._pool.places())])
         if self.checkpoint is not None:
             self._open_records(checkpoint_step(self.checkpoint))
+
+    def _tell_places(self, places: Sequence[Place]) -> None:
+        """Into logs/places.json, and on more than one node to the console too. Two on one GPU end the run."""
+        write_atomic(self.dir.logs / "places.json", json.dumps([asdict(place) for place in places], indent=1) + "\n")
+        if len({place.host for place in places}) > 1:
+            where: dict[str, list[str]] = {}
+            for place in places:
+                where.setdefault(place.host, []).append(place.who)
+            self.console.say("; ".join(f"{host}: {', '.join(who)}" for host, who in where.items()))
+        if problem := same_gpu(places):
+            raise MachineError(problem)
 
     def _start_trainer(self) -> None:
         self.world.start()

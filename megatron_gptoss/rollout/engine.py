@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_gptoss.config.placement import Place
 from megatron_gptoss.rollout.routes import token_routes
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
@@ -323,7 +324,7 @@ class EngineHandle:
         self.name = name
         self.log_path = settings.log_path
         self.pid: int | None = None
-        self.gpus: tuple[str, ...] = ()
+        self.place: Place | None = None  # known when it has started
         self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
 
     async def start(self) -> None:
@@ -373,7 +374,7 @@ class EngineHandle:
             raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {str(error).splitlines()[0]}") from None
 
     def _note(self, process: EngineProcess) -> None:
-        self.pid, self.gpus = process.pid, process.gpus
+        self.pid, self.place = process.pid, Place(self.name, process.host, process.pid, process.gpus)
         if process.host == socket.gethostname():
             with contextlib.suppress(psutil.Error):
                 self._processes = [psutil.Process(pid) for pid in (process.pid, *process.children)]

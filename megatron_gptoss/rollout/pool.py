@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_gptoss.config.placement import Place
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
@@ -30,7 +31,7 @@ class Engine(Protocol):
     name: str
     log_path: str
     pid: int | None
-    gpus: tuple[str, ...]  # UUIDs, none on a CPU
+    place: Place | None
 
     async def start(self) -> None: ...
     async def generate(self, request: TurnRequest) -> TurnResult: ...
@@ -91,9 +92,9 @@ class EnginePool:
         self.failure: EngineFailed | None = None
         self.counts = PoolCounts()
 
-    def gpus(self) -> dict[str, str]:
-        """UUID of each GPU that an engine computes on, by the engine's name; none on a CPU."""
-        return {f"engine {slot.index}, its GPU {i}": gpu for slot in self.slots for i, gpu in enumerate(slot.engine.gpus)}
+    def places(self) -> list[Place]:
+        """Where the engines run that have started."""
+        return [slot.engine.place for slot in self.slots if slot.engine.place is not None]
 
     async def start(self) -> None:
         """Bring all engines up side by side. A publish may be asked for before this returns; it waits for the engines."""

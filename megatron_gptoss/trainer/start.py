@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.checkpoint.progress import Progress
-from megatron_gptoss.config.placement import same_gpu
+from megatron_gptoss.config.placement import Place, same_gpu
 from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.errors import DeadlineExpired, GptossError, MachineError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
@@ -70,8 +70,7 @@ class TrainingWorld:
             ).remote(settings, rank)
             for rank in range(settings.shape.world)
         ]
-        self.places: list[tuple[str, int]] = []  # host and pid of each rank
-        self.gpus: list[str] = []  # UUID of each rank's GPU, "" on a CPU
+        self.places: list[Place] = []  # of each rank
         # Ranks that share a model see the same microbatches.
         self._data = [settings.shape.data_index(rank) for rank in range(settings.shape.world)]
         self._last = "launch"
@@ -122,9 +121,9 @@ class TrainingWorld:
         self.healthy = False
         for rank in missing:
             # A pid of another node may be anybody's here.
-            if rank < len(self.places) and self.places[rank][0] == socket.gethostname():
+            if rank < len(self.places) and self.places[rank].host == socket.gethostname():
                 with contextlib.suppress(OSError):
-                    os.kill(self.places[rank][1], signal.SIGUSR1)
+                    os.kill(self.places[rank].pid, signal.SIGUSR1)
         logs = ", ".join(str(self.log(rank)) for rank in missing)
         stacks = f"Stacks were written to {logs}." if self.places else f"Their logs: {logs}."
         return DeadlineExpired(
@@ -136,9 +135,8 @@ class TrainingWorld:
 
     def start(self) -> int:
         """Build all ranks. Returns the parameters of rank 0."""
-        found = self._same("start", "place")
-        self.places, self.gpus = [(host, pid) for host, pid, _ in found], [gpu for _, _, gpu in found]
-        if problem := same_gpu({f"trainer rank {rank} ({found[rank][0]})": gpu for rank, gpu in enumerate(self.gpus)}):
+        self.places = self._same("start", "place")
+        if problem := same_gpu(self.places):
             raise MachineError(problem)  # before NCCL meets them
         meeting = self._one("open a port", "open_meeting")
         return self._same("build the model", "start", *meeting)[0]

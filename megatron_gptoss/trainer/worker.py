@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_gptoss.config.placement import Place
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, RlConfig, TrainerConfig
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.trainer.how import CriticSettings
@@ -91,14 +92,13 @@ class TrainerWorker:
         # On a deadline the driver asks for the stacks of all threads; they land in this rank's log.
         faulthandler.register(signal.SIGUSR1, file=self._log, all_threads=True)
 
-    def place(self) -> tuple[str, int, str]:
-        """Host, pid, and the UUID of this rank's GPU ("" on a CPU)."""
-        gpu = ""
+    def place(self) -> Place:
+        gpus: tuple[str, ...] = ()
         if self.settings.use_gpu:
             import torch
 
-            gpu = str(torch.cuda.get_device_properties(0).uuid)
-        return socket.gethostname(), os.getpid(), gpu
+            gpus = (str(torch.cuda.get_device_properties(0).uuid),)
+        return Place(f"trainer rank {self.rank}", socket.gethostname(), os.getpid(), gpus)
 
     def open_meeting(self) -> tuple[str, int]:
         """Rank 0 only: host and port at which the others will find it."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_gptoss.config.load import load, parse_flags
-from megatron_gptoss.config.placement import place
+from megatron_gptoss.config.placement import Place, place, same_gpu
 from megatron_gptoss.config.plan import Cluster, make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,3 +45,10 @@ def test_a_job_with_too_few_nodes_is_short_of_gpus():
         assert bool(made.shortfall) == short, nodes
     made = make_plan(load(*parse_flags([*files, "--cluster.nodes=4"])), Cluster(2, 0))
     assert "need 40 GPUs, cluster.nodes = 4 of cluster.gpus_per_node = 8 have 32" in made.shortfall
+
+
+def test_two_on_one_gpu_are_named_and_two_on_a_cpu_are_none():
+    a, b = Place("trainer rank 0", "node1", 1, ("GPU-a",)), Place("engine-0", "node1", 2, ("GPU-b", "GPU-a"))
+    assert "trainer rank 0 (node1) and engine-0 (node1) on GPU-a" in same_gpu([a, b])
+    assert same_gpu([a, Place("engine-0", "node1", 2, ("GPU-b",))]) == ""
+    assert same_gpu([Place("trainer rank 0", "node1", 1, ()), Place("engine-0", "node1", 2, ())]) == ""
