@@ -225,11 +225,11 @@ def join(config: Config, rank: int, on_gpu: bool) -> ParallelShape:
 
 
 def make_trainer(config: Config, shape: ParallelShape, *, with_optimizer: bool, wide_gradients: bool = True) -> Trainer:
-    from megatron_gptoss.trainer import step
+    from megatron_gptoss.trainer import passes, step
 
-    parts: Any = step
+    parts: Any = passes
     names = ("make_optimizer", "make_schedule", "DistributedDataParallelConfig")
-    kept = {name: getattr(step, name) for name in names}
+    kept = {name: getattr(passes, name) for name in names}
     if not with_optimizer:
         parts.make_optimizer = parts.make_schedule = lambda *_args, **_kwargs: _NoOptimizer()
         plain = {"use_distributed_optimizer": False, "grad_reduce_in_fp32": wide_gradients}
@@ -444,7 +444,7 @@ def measure(
         one("score", lambda: trainer.score(minibatch, temperature=how.temperature), keep)
         totals, passes_ms = one("forward + backward", accumulate, keep)
         if not options.without_optimizer:
-            (_, stepped), step_ms = one("optimizer", lambda totals=totals: trainer._step(totals), keep)
+            (_, stepped), step_ms = one("optimizer", lambda totals=totals: trainer._step(totals.sums), keep)
             if not stepped:
                 raise GptossError("the optimizer refused a step: a gradient is not finite")
             if keep:

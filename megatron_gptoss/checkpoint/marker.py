@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,33 @@ def flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+OLD = ".tmp-old-"  # before the name of a checkpoint that another of the same name is about to replace
+
+
+def replace_folder(path: Path, new: Path) -> None:
+    """`new` becomes `path`. What had that name goes last, so that at no moment neither is there, and no torn folder carries the name."""
+    old = path.with_name(f"{OLD}{path.name}")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    try:
+        new.replace(path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
+    flush_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def take_back_old(folder: Path) -> None:
+    """A process that was killed between the two renames of `replace_folder` left a whole checkpoint under its old name's other name."""
+    for old in folder.glob(f"{OLD}*"):
+        path = old.with_name(old.name.removeprefix(OLD))
+        if not path.exists() and not why_torn(old):
+            old.rename(path)
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.checkpoint.background import Meeting, Planner, Report, Saving, cannot_save, host_copy, temporary_name
-from megatron_gptoss.checkpoint.marker import Layout, flush_folder, why_torn, write_marker, written_layout
+from megatron_gptoss.checkpoint.marker import Layout, replace_folder, why_torn, write_marker, written_layout
 from megatron_gptoss.checkpoint.optimizer_shards import own_shards
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
@@ -61,6 +61,11 @@ def _tracker() -> Any:
 
 def _use_rates_in_force(loaded: Any, optimizer: ChainedOptimizer) -> None:
     """Write the configured rates into the loaded parameter groups: Megatron matches groups by them, and a resumed run may have others."""
+    if len(loaded) != len(optimizer.chained_optimizers):
+        raise CheckpointError(
+            f"the checkpoint has {len(loaded)} optimizers and this run {len(optimizer.chained_optimizers)} (one for experts, one for the "
+            "rest): what [diagnose] freezes has changed. Go on with what it had, or start a new run from its weights with --init."
+        )
     for (_, state), part in zip(sorted(loaded.items()), optimizer.chained_optimizers, strict=True):
         now: dict[str, Any] = part.optimizer.param_groups[0]
         for group in state["optimizer"]["param_groups"]:
@@ -183,7 +188,9 @@ def _state_to_load(
     module: Any = model.module
     state: dict[str, Any] = {"model": module.sharded_state_dict(metadata=metadata)}
     if optimizer is not None and schedule is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
+        parts = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
+        # Where all experts are frozen there is one optimizer, and Megatron leaves its number out.
+        state["optimizer"] = parts if len(optimizer.chained_optimizers) > 1 else {0: parts}
         state["schedule"] = schedule.state_dict()
         if with_random:
             state["random"] = _random_of_ranks()
@@ -200,7 +207,8 @@ def _take(
     model.module.load_state_dict(loaded["model"])
     if optimizer is not None and schedule is not None:
         _use_rates_in_force(loaded["optimizer"], optimizer)
-        optimizer.load_state_dict(loaded["optimizer"])
+        parts = loaded["optimizer"]
+        optimizer.load_state_dict(parts if len(parts) > 1 else parts[0])
         _separate_steps(optimizer)
         schedule.load_state_dict(loaded["schedule"])
 
@@ -257,10 +265,7 @@ def begin_save(
         for file in temporary.iterdir():  # the marker must not reach the disk before what it vouches for
             _flush(file)
         write_marker(temporary, step=progress.step, layout=layout)
-        if path.exists():  # at no moment may a torn folder carry the final name
-            shutil.rmtree(path.rename(path.with_name(f".tmp-old-{path.name}")))
-        temporary.replace(path)
-        flush_folder(path.parent)
+        replace_folder(path, temporary)
 
     return Saving(path, meeting, host_copy(writer, live), writer.transforms, finish, background=background)
 
@@ -268,6 +273,13 @@ def begin_save(
 def save_training_state(path: Path, **parts: Any) -> None:
     """`begin_save` to its end: the checkpoint is complete when this returns."""
     begin_save(path, **parts, background=False).wait()
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without what torch wraps around it: the innermost error of the first rank that had one."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def _make_room(temporary: Path, needed_bytes: int) -> None:
@@ -316,7 +328,9 @@ def load_training_state(
         state = _state_to_load(model, optimizer, schedule, critic, with_random=same_layout)
         state: Any = dist_checkpointing.load(state, str(path))
     except (OSError, KeyError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
+        raise CheckpointError(
+            f"cannot load {path}: {_reason(error)}. Go on from an earlier checkpoint of that run: move this one away and resume again."
+        ) from error
     _take(state, model, optimizer, schedule)
     if critic is not None:
         _take(state[CRITIC], critic.model, critic.optimizer, critic.schedule)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_gptoss.checkpoint.marker import take_back_old
 from megatron_gptoss.config.fit import does_not_fit
 from megatron_gptoss.config.hf_config import difference, quantization, read_hf_config
 from megatron_gptoss.config.load import Loaded
@@ -161,6 +162,8 @@ def _is_installed(module: str, folder: str) -> bool:
 
 def check_architecture(loaded: Loaded, key: str) -> None:
     """The checkpoint that `key` (run.init or run.resume) points to has the configured [model]."""
+    if key == "run.resume":
+        take_back_old(Path(loaded.value(key)) / "checkpoints")
     try:
         source = find_weights(Path(loaded.value(key)))
     except (ConfigError, CheckpointError) as error:

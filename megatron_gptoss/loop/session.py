@@ -468,8 +468,13 @@ class Session:
         none is taken for whole on its way out."""
         if not self._saving:
             return
-        self._saving = False
-        self.metrics.write(self.progress.step, {"time/save_write_s": self.world.finish_save()})
+        try:
+            written_s = self.world.finish_save()
+        except GptossError:
+            self._saving = False
+            raise
+        self._saving = False  # not after a Ctrl-C while it waited: `_end_save` goes on waiting
+        self.metrics.write(self.progress.step, {"time/save_write_s": written_s})
         run = self.config.run
         for old in checkpoints_to_remove(self.dir.path, run.keep_checkpoints, run.keep_every):
             gone = old.rename(old.with_name(f".tmp-{old.name}"))

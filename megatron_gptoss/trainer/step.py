@@ -348,7 +348,9 @@ class Trainer(TrainedModel):
         self.model.zero_grad_buffer()
         everyone: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(everyone, found)
-        return next((f for f in everyone if f), "not finite over all microbatches together, but finite in each alone")
+        # A loss says more than the gradients it made not finite on other stages and shards.
+        reports = sorted((f for f in everyone if f), key=lambda f: not f.startswith("loss"))
+        return next(iter(reports), "not finite over all microbatches together, but finite in each alone")
 
     @contextmanager
     def _unreduced(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_gptoss.config.schema import RlConfig, TrainerConfig
+from megatron_gptoss.config.schema import DiagnoseConfig, RlConfig, TrainerConfig
 from megatron_gptoss.types import Sample
 from tests.helpers.tiny_model import TINY, strong_tensors
 
@@ -32,12 +32,13 @@ def samples(count: int, *, seed: int, vocab_size: int = TINY.vocab_size, shortes
     return made
 
 
-def trainer(shape, *, model=MILD, lr: float = 1e-2, seed: int = 3, updates: int = 10, clip_grad: float = 1.0, **fields):
-    """A trainer of this rank with strong asymmetric weights. Process groups must exist."""
+def trainer(shape, *, model=MILD, lr: float = 1e-2, seed: int = 3, updates: int = 10, clip_grad: float = 1.0, diagnose=None, **fields):
+    """A trainer of this rank with strong asymmetric weights. `diagnose`: keys of that section. Process groups must exist."""
     from megatron_gptoss.trainer.step import Trainer
 
     optimizer = RlConfig(lr=lr, decay="constant", warmup_steps=0, clip_grad=clip_grad)
-    made = Trainer(model, TrainerConfig(**fields), shape, optimizer, total_updates=updates)
+    switches = DiagnoseConfig(**(diagnose or {}))
+    made = Trainer(model, TrainerConfig(**fields), shape, optimizer, total_updates=updates, diagnose=switches)
     made.load_hf((n, 0.5 * t if "norm" not in n else t) for n, t in strong_tensors(model, seed))
     made.weights_changed()
     return made

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.checkpoint.marker import read_marker, why_torn
+from megatron_gptoss.checkpoint.marker import read_marker, replace_folder, take_back_old, why_torn
 from megatron_gptoss.checkpoint.progress import MARKER, Progress
 from megatron_gptoss.config.load import Flag
 from megatron_gptoss.config.load import load as load_config
@@ -188,6 +189,47 @@ def test_sigkill_while_writing_leaves_a_temporary_folder_and_the_checkpoint_befo
     newest = latest_checkpoint(tmp_path)
     assert newest == checkpoints / "step-000001"
     assert torn_since(newest) == [(".tmp-step-000002", "its save never ended")]
+
+
+@pytest.mark.parametrize("switch", ["freeze_experts", "freeze_router", "freeze_attention"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_a_run_with_frozen_parts_is_resumed(one_rank, tmp_path, switch, states):
+    """With frozen experts there is one optimizer instead of two."""
+    one, other = (trainer(one_rank, seed=seed, diagnose={switch: True}, optimizer_states=states) for seed in (0, 9))
+    update(one, 1)
+    begin(one, tmp_path / "step-000002", background=False).wait()
+    load(other, tmp_path / "step-000002")
+    assert other.fingerprint() == one.fingerprint()
+    update(one, 2), update(other, 2)
+    assert other.fingerprint() == one.fingerprint()
+
+
+def test_freezing_something_else_than_before_is_refused_by_name(one_rank, tmp_path):
+    begin(trainer(one_rank), tmp_path / "step-000002", background=False).wait()
+    with pytest.raises(CheckpointError, match=r"2 optimizers and this run 1 .* what \[diagnose\] freezes has changed"):
+        load(trainer(one_rank, diagnose={"freeze_experts": True}), tmp_path / "step-000002")
+
+
+def test_when_the_new_one_cannot_take_the_name_the_old_one_keeps_it(tmp_path, monkeypatch):
+    path, new = tmp_path / "step-000002", tmp_path / ".tmp-step-000002"
+    for folder, text in ((path, "old"), (new, "new")):
+        folder.mkdir()
+        (folder / "data").write_text(text)
+    monkeypatch.setattr(type(path), "replace", Mock(side_effect=OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        replace_folder(path, new)
+    assert (path / "data").read_text() == "old"
+    monkeypatch.undo()
+    replace_folder(path, new)
+    assert (path / "data").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_killed_between_two_names_the_old_one_is_taken_back(tmp_path):
+    old = tmp_path / ".tmp-old-step-000002"
+    old.mkdir()
+    (old / MARKER).write_text('{"files": {}}')
+    take_back_old(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
 
 
 class TestTorn:
