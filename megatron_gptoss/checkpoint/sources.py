@@ -67,10 +67,11 @@ class Source:
         """The whole entry, in pieces that can be read one by one without reading anything twice."""
         raise NotImplementedError
 
-    def read(self, piece: Piece) -> list[tuple[Tensor, ...]]:
+    def read(self, piece: Piece) -> Iterator[tuple[Tensor, ...]]:
         """For each expert (or once) the Hugging Face tensors of the row, for an expert without the expert axis. Views, perhaps strided.
 
-        Raises CheckpointError for a file that cannot be read and for numbers that are not finite.
+        One after another: all experts of a run's checkpoint, turned at once, would take as much memory again. Raises CheckpointError for a
+        file that cannot be read and for numbers that are not finite.
         """
         raise NotImplementedError
 
@@ -146,16 +147,18 @@ class SafetensorsSource(Source):
             return [Piece(entry)]
         return _pieces_at(self.model, entry, range(0, self.model.num_local_experts, _experts_at_once(self.model, entry)))
 
-    def read(self, piece: Piece) -> list[tuple[Tensor, ...]]:
+    def read(self, piece: Piece) -> Iterator[tuple[Tensor, ...]]:
         entry = piece.entry
         if entry.row.packed and self.kind != "hf":
-            return [(dequantise(blocks, scales).t(),) for blocks, scales in zip(*self.read_packed(piece), strict=True)]
+            yield from ((dequantise(blocks, scales).t(),) for blocks, scales in zip(*self.read_packed(piece), strict=True))
+            return
         parts = [self._read(name, piece.experts) for name in self._names(entry)]
         if not entry.row.per_expert:
             if self.kind == "openai" and len(entry.hf_names) > 1:
                 parts = list(parts[0].split([shape[0] for shape in entry.row.hf_shape(self.model)]))
-            return [tuple(parts)]
-        return list(zip(*parts, strict=True))
+            yield tuple(parts)
+        else:
+            yield from zip(*parts, strict=True)
 
     def read_packed(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Blocks [n, out, G, 16] and scales [n, out, G] of these experts, as they are stored."""
@@ -214,7 +217,7 @@ class MegatronSource(Source):
                 together.append(at)
         return _pieces_at(self.model, entry, together)
 
-    def read(self, piece: Piece) -> list[tuple[Tensor, ...]]:
+    def read(self, piece: Piece) -> Iterator[tuple[Tensor, ...]]:
         row, shape = piece.entry.row, tuple(self.files.tensors[piece.entry.row.stored_key].size)
         lead = ([piece.entry.layer] if row.in_layer else []) + ([piece.experts.start] if row.per_expert else [])
         count = ([1] if row.in_layer else []) + ([len(piece.experts)] if row.per_expert else [])
@@ -222,7 +225,7 @@ class MegatronSource(Source):
         if not is_finite(stored):
             raise CheckpointError(f"{self.path}: {row.stored_key} has NaN or infinite numbers in layer {piece.entry.layer}")
         own = stored[0] if row.in_layer else stored
-        return [row.to_hf(self.model, x) for x in (own if row.per_expert else [own])]
+        yield from (row.to_hf(self.model, x) for x in (own if row.per_expert else [own]))
 
 
 def is_finite(tensor: Tensor) -> bool:

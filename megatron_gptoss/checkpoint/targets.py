@@ -132,14 +132,15 @@ class HuggingFaceTarget(Target):
         """(name, expert or None, contiguous tensor) to be stored for a piece."""
         names = stored_as(self.kind, self.model, piece.entry)
         if names[0][2]:
-            yield from self._packed(piece, source, record)
+            yield from self.packed_tensors(piece, source, record)
             return
         for place, parts in enumerate(source.read(piece)):
             index = piece.experts[place] if piece.experts else None
             for (name, _, _), tensor in zip(names, parts, strict=True):
                 yield name, index, tensor.to(self.dtype).contiguous()
 
-    def _packed(self, piece: Piece, source: Source, record: Record) -> Iterator[tuple[str, int | None, Tensor]]:
+    def packed_tensors(self, piece: Piece, source: Source, record: Record) -> Iterator[tuple[str, int | None, Tensor]]:
+        """The same for rows that are stored as blocks and scales; what it cost goes into the record."""
         name = piece.entry.hf_names[0]
         own, total = packed_names(self.kind, name), Loss()
         if isinstance(source, SafetensorsSource) and source.kind != "hf":
@@ -196,7 +197,7 @@ class MegatronTarget(Target):
         """Megatron's tensor; with an axis of experts where there are some."""
         row = piece.entry.row
         if not row.per_expert:
-            return row.to_megatron(self.model, *source.read(piece)[0]).to(self.dtype).contiguous()
+            return row.to_megatron(self.model, *next(source.read(piece))).to(self.dtype).contiguous()
         chunk = self._buffer(len(piece.experts), *megatron_shape(self.model, row)[1:])
         if row.packed and isinstance(source, SafetensorsSource) and source.kind != "hf" and self.dtype == torch.bfloat16:
             # Bytes are put in order, a quarter of the numbers they become, and become numbers where these are wanted.
@@ -244,15 +245,14 @@ def losses_by_tensor(records: list[Record]) -> dict[str, Loss]:
     return found
 
 
-def recomputed(target: Target, source: Source, piece: Piece) -> list[tuple[Tensor, ...]]:
+def recomputed(target: Target, source: Source, piece: Piece) -> Iterator[tuple[Tensor, ...]]:
     """What the target's folder must give back for this piece: the source's numbers as the target stores them."""
-    if isinstance(target, HuggingFaceTarget) and piece.entry.row.packed and target.kind == "hf-mxfp4":
-        record, tensors = Record(0), {}
-        for name, expert, tensor in target._tensors(piece, source, record):
-            tensors[name, expert] = tensor
-        blocks, scales = packed_names(target.kind, piece.entry.hf_names[0])
-        return [(dequantise(tensors[blocks, e], tensors[scales, e]).t(),) for e in piece.experts]
-    return [tuple(t.to(target.dtype) for t in parts) for parts in source.read(piece)]
+    if not (piece.entry.row.packed and isinstance(target, HuggingFaceTarget) and target.kind == "hf-mxfp4"):
+        yield from (tuple(t.to(target.dtype) for t in parts) for parts in source.read(piece))
+        return
+    tensors = {(name, expert): tensor for name, expert, tensor in target.packed_tensors(piece, source, Record(0))}
+    blocks, scales = packed_names(target.kind, piece.entry.hf_names[0])
+    yield from ((dequantise(tensors[blocks, e], tensors[scales, e]).t(),) for e in piece.experts)
 
 
 def make_target(

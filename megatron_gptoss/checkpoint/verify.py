@@ -111,7 +111,7 @@ def _compare(one: Source, other: Source, target: Target, entry: Entry) -> list[C
     return [Compared(n, w[0], f[0], w[1], f[1]) for n, w, f in zip(entry.hf_names, wanted, found, strict=True)]
 
 
-def _sums(entry: Entry, pieces: Iterator[list[tuple[Tensor, ...]]]) -> list[tuple[Shape, str]]:
+def _sums(entry: Entry, pieces: Iterator[Iterator[tuple[Tensor, ...]]]) -> list[tuple[Shape, str]]:
     """(shape, SHA-256 of the bytes) of each Hugging Face tensor of an entry, experts one after another."""
     sums = [hashlib.sha256() for _ in entry.hf_names]
     shapes: list[Shape] = [() for _ in entry.hf_names]
