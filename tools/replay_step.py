@@ -23,6 +23,7 @@ from megatron_gptoss.config.preflight import detect_cluster
 from megatron_gptoss.errors import CheckpointError, DataError, GptossError
 
 COMPARED = ("train/loss", "grad/norm", "train/lr", "train/tokens", "mismatch/logp_abs_max", "policy/entropy")
+OF_A_CRITIC = ("critic/loss", "critic/grad_norm", "critic/value_mean", "critic/explained_variance")
 
 
 def main() -> int:
@@ -73,10 +74,10 @@ def replay(run: Path, step: int) -> int:
         stats = update(session, step, kept.groups)
     values = step_metrics(stats)
     equal = True
-    for name in COMPARED:
+    for name in COMPARED + (OF_A_CRITIC if loaded.config.rl.has_critic else ()):
         same = values.get(name) == recorded.get(name)
         equal &= same
-        print(f"{name:24} recorded {recorded.get(name)!r:24} replayed {values.get(name)!r:24} {'equal' if same else 'DIFFERENT'}")
+        print(f"{name:26} recorded {recorded.get(name)!r:24} replayed {values.get(name)!r:24} {'equal' if same else 'DIFFERENT'}")
     return 0 if equal else 1
 
 

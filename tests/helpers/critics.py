@@ -20,7 +20,9 @@ def critic(shape, *, model=MILD, policy=None, lr: float = 1e-2, head_seed: int |
     policy = policy if policy is not None else trainer(shape, model=model, **fields).module
     optimizer = RlConfig(lr=lr, decay="constant", warmup_steps=0)
     made = Critic(policy, model, TrainerConfig(**fields), shape, optimizer, total_updates=20)
-    if head_seed is not None and made.module.post_process:  # the head is on the last pipeline stage
+    if head_seed is None:
+        return made
+    if made.module.post_process:  # the head is on the last pipeline stage
         g = torch.Generator().manual_seed(head_seed)
         with torch.no_grad():
             made.module.value_head.weight.copy_(0.2 * torch.randn(model.hidden_size, generator=g))

@@ -134,6 +134,16 @@ def test_it_learns_what_it_is_taught_and_leaves_the_policy_alone(one_rank):
     assert policy.fingerprint() == before
 
 
+def test_in_bfloat16_the_optimizers_originals_are_the_weights_it_began_from(one_rank):
+    c = critic(one_rank, head_seed=None, dtype="bfloat16", lr=1e-3)
+    before = {name: p.detach().clone() for name, p in c.module.named_parameters()}
+    stats = c.update([packed(valued(samples(4, seed=9), seed=10))], PLAIN)
+    assert stats.num_updates == 1 and c.values(packed(samples(1, seed=1)))[0].dtype == torch.float32
+    for name, p in c.module.named_parameters():
+        rounding = before[name].abs().max() / 128
+        assert (p - before[name]).abs().max() <= 1.1e-3 + rounding, name
+
+
 def test_epochs_and_minibatches_are_updates_of_their_own(one_rank):
     c = critic(one_rank)
     parts = [packed(valued(samples(2, seed=s), seed=s)) for s in (1, 2)]
