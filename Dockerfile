@@ -14,7 +14,7 @@ ENV DEBIAN_FRONTEND=noninteractive \
     VLLM_USE_FLASHINFER_SAMPLER=0
 
 RUN apt-get update && apt-get install -y --no-install-recommends \
-        python3.12 python3.12-venv python3.12-dev build-essential git ca-certificates libnuma1 \
+        python3.12 python3.12-venv python3.12-dev build-essential git ca-certificates libnuma1 bubblewrap \
         rdma-core libibverbs1 ibverbs-providers openssh-client \
     && rm -rf /var/lib/apt/lists/* \
     && python3.12 -m venv /opt/venv

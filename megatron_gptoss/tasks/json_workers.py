@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -129,7 +130,9 @@ class _Worker:
         return self._process.poll() is None
 
     def end(self) -> None:
-        self._process.kill()
+        # The whole group: bubblewrap waits outside for the one that runs inside.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def release(self) -> None:
