@@ -122,6 +122,30 @@ def train(args: Args = None, resume: Resume = "", init: Init = "", go_on: Contin
     _run("train", args, resume, init, go_on)
 
 
+@app.command(context_settings=FLAGS_PASS, epilog=EPILOG)
+def launch(
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the job.")],
+    args: Args = None,
+    resume: Resume = "",
+    init: Init = "",
+    verb: Annotated[Literal["train", "sft"], typer.Option("--verb", help="What the job does.")] = "train",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")] = False,
+) -> None:
+    """Submit a Slurm job of so many nodes, if the plan says that it fits. Settings of the cluster: launch/site.env."""
+    from megatron_gptoss.config.preflight import detect_cluster
+    from megatron_gptoss.launch.submit import check_fits, prepare, submit
+
+    names = [text for option, value in (("--resume", resume), ("--init", init)) if value for text in (option, value)]
+    submission = prepare(verb, nodes, [*(args or []), *names])
+    loaded = _load([*(args or []), "--cluster.address=auto", f"--cluster.nodes={nodes}"], resume, init)
+    if remark := check_fits(loaded, make_plan(loaded, detect_cluster()), submission):
+        print(remark)
+    if dry_run:
+        print(submission.shell(), submission.script.read_text(), sep="\n\n", end="")
+    else:
+        print(f"job {submit(submission)} is in the queue. Its output: gptoss-{verb}-NUMBER.out here; squeue --me says when it runs")
+
+
 @app.command("eval", context_settings=FLAGS_PASS, epilog=EPILOG)
 def evaluate(args: Args = None, resume: Resume = "", init: Init = "") -> None:
     """Measure success on held-out prompts of the weights that --init names."""
