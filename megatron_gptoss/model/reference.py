@@ -32,6 +32,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "head": ("temperature", "shifted", "shifted-early"),
 }
 LAYER = "model.layers.{}."
+HEAD_TOKENS = 256  # whose logits exist at once
 
 
 def norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -149,33 +150,53 @@ def head(hidden_NC: Tensor, weight_VC: Tensor, target_N: Tensor, temperature: fl
 
 
 @torch.no_grad()
-def log_probs(
-    weights: Mapping[str, Tensor], model: ModelConfig, token_ids: Sequence[int], *, temperature: float = 1.0, fault: str = "none"
-) -> Tensor:
-    """float32 [T - 1]: log-prob of every token but the first of one sequence, on the weights' device. One layer's weights are read at a
-    time, so `weights` may read them from a disk. `fault`: one of FAULTS.
+def log_probs_of(
+    weights: Mapping[str, Tensor],
+    model: ModelConfig,
+    sequences: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    fault: str = "none",
+) -> list[Tensor]:
+    """float32 [length - 1] for each sequence: log-prob of every token but the first, on the weights' device. All sequences go through a
+    layer before the next one is asked for, so `weights` may read them from a disk. `fault`: one of FAULTS.
 
     "temperature" leaves the temperature out; "shifted" gives each token the log-prob of the one before it, and the first one its own;
     "shifted-early" that of the one after it.
     """
     if fault != "none" and not any(fault in known for known in FAULTS.values()):
         raise ValueError(f"unknown fault {fault!r}; one of {', '.join(f for known in FAULTS.values() for f in known)}")
+    lengths = [len(ids) for ids in sequences]
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     embedding = weights["model.embed_tokens.weight"]
-    ids = torch.tensor(token_ids, device=embedding.device)
-    cos, sin = rotation(model, torch.arange(len(ids), device=ids.device), fault)
-    x_TC = embedding[ids].float()
+    id_T = torch.tensor([token for ids in sequences for token in ids], device=embedding.device)
+    cos, sin = rotation(model, torch.cat([torch.arange(n, device=id_T.device) for n in lengths]), fault)
+    x_TC = embedding[id_T].float()
     for layer in range(model.num_hidden_layers):
         name = LAYER.format(layer)
         q, k, v = project(model, weights, layer, norm(x_TC, weights[f"{name}input_layernorm.weight"], model.rms_norm_eps))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        seen = attention(model, layer, q, k, v, weights[f"{name}self_attn.sinks"], [0, len(ids)], fault)
+        seen = attention(model, layer, q, k, v, weights[f"{name}self_attn.sinks"], bounds, fault)
         x_TC = x_TC + linear(seen, weights, f"{name}self_attn.o_proj")
         y_TC = norm(x_TC, weights[f"{name}post_attention_layernorm.weight"], model.rms_norm_eps)
         prob_TE = router(model, y_TC, weights[f"{name}mlp.router.weight"], weights[f"{name}mlp.router.bias"], fault)
         x_TC = x_TC + experts(model, weights, layer, y_TC, prob_TE, fault)
     x_TC = norm(x_TC, weights["model.norm.weight"], model.rms_norm_eps)
-    logp = head(x_TC[:-1], weights["lm_head.weight"], ids[1:], 1.0 if fault == "temperature" else temperature)
-    return shifted(logp, fault)
+    output_VC, divisor = weights["lm_head.weight"].float(), 1.0 if fault == "temperature" else temperature
+    found = []
+    for first, last in pairwise(bounds):
+        predicted = range(first, last - 1, HEAD_TOKENS)
+        parts = [head(x_TC[t : min(t + HEAD_TOKENS, last - 1)], output_VC, id_T[t + 1 : min(t + HEAD_TOKENS, last - 1) + 1], divisor)
+                 for t in predicted]  # fmt: skip
+        found.append(shifted(torch.cat(parts) if parts else x_TC.new_zeros(0), fault))
+    return found
+
+
+def log_probs(
+    weights: Mapping[str, Tensor], model: ModelConfig, token_ids: Sequence[int], *, temperature: float = 1.0, fault: str = "none"
+) -> Tensor:
+    """log_probs_of one sequence."""
+    return log_probs_of(weights, model, [token_ids], temperature=temperature, fault=fault)[0]
 
 
 def shifted(logp_N: Tensor, fault: str) -> Tensor:

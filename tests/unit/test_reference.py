@@ -34,6 +34,15 @@ def test_log_probs_equal_hugging_face(weights, sequences, tmp_path):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
+def test_sequences_together_are_sequences_alone_whatever_the_heads_chunk(weights, sequences, monkeypatch):
+    monkeypatch.setattr(reference, "HEAD_TOKENS", 5)
+    together = reference.log_probs_of(weights, TINY, [*sequences, [7]], temperature=TEMPERATURE)
+    monkeypatch.undo()
+    for ids, found in zip(sequences, together, strict=False):
+        torch.testing.assert_close(found, reference.log_probs(weights, TINY, ids, temperature=TEMPERATURE), atol=1e-5, rtol=1e-5)
+    assert len(together) == len(sequences) + 1 and together[-1].numel() == 0
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_moves_log_probs_beyond_the_window(weights, sequences, fault):
     right, wrong = (reference.log_probs(weights, TINY, sequences[0], temperature=TEMPERATURE, fault=f) for f in ("none", fault))
