@@ -36,7 +36,7 @@ class World:
     def __init__(self):
         self.asked = []
 
-    def score(self, minibatches, temperature, *, reference=False):
+    def score(self, minibatches, temperature, *, reference=False, router_replay="none"):
         self.asked.append(reference)
         value = -1.5 if reference else -1.0
         make = lambda b: TokenScores(torch.full((b.target_N.numel(),), value), torch.zeros(b.target_N.numel()))  # noqa: E731
