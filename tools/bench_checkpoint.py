@@ -125,7 +125,9 @@ def sequences(config: Config, shape: ParallelShape, count: int) -> list[Sample]:
 def bare_copy(t) -> list[float]:
     """Weights, master weights and moments of this rank to fresh host memory, and nothing else."""
     states = [v for part in t.optimizer.chained_optimizers for s in part.optimizer.state.values() for v in s.values()]
-    masters = [p for part in t.optimizer.chained_optimizers for group in part.optimizer.param_groups for p in group["params"]]
+    groups = [group for part in t.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    owned = any("master_param" in s for part in t.optimizer.chained_optimizers for s in part.optimizer.state.values())  # PlannedAdamW's
+    masters = [] if owned else [p for group in groups for p in group["params"]]
     tensors = [*t.module.parameters(), *masters, *states]
 
     def copy() -> None:

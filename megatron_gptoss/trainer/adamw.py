@@ -169,7 +169,8 @@ class PlannedAdamW(torch.optim.Optimizer):
 
     def _bits(self, device: torch.device) -> Tensor:
         """32 random bits for each element of a chunk. Every piece of every update flips them by its own random key, so that those of one
-        element are independent over updates, and those of any two elements of each other."""
+        element are independent over updates, and those of any two elements of this optimizer of each other. Other ranks and the other
+        optimizer have the same bits at the same places."""
         if device not in self._noise:
             generator = torch.Generator().manual_seed(0)
             longest = min(self.chunk, max(p.numel() for p in self.state))
