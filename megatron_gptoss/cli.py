@@ -6,8 +6,11 @@ vllm or megatron are imported. What a verb does lives in loop/; what is wrong, i
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -94,15 +97,22 @@ def check(
     resume: Resume = "",
     init: Init = "",
     parity: Annotated[bool, typer.Option("--parity", help="Also start trainer and engines, and compare their log-probs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Check this node: Python and packages, libraries, disk, a free port, the run directory, the prompts. PASS or FAIL each."""
+    """Check this node: packages, disk, memory, clock, GPUs and their links, ports, the run directory, the prompts. PASS or FAIL each."""
     from megatron_gptoss.config.machine import machine_checks
     from megatron_gptoss.config.preflight import detect_cluster
+    from megatron_gptoss.launch.node_checks import node_checks
 
     loaded = _load(args, resume, init)
-    checks = machine_checks(loaded, make_plan(loaded, detect_cluster()))
-    Console().table("check", [("PASS" if c.ok else "FAIL", f"{c.name}: {c.found}") for c in checks])
-    if not all(c.ok for c in checks):
+    made = make_plan(loaded, detect_cluster())
+    checks = [*machine_checks(loaded, made), *node_checks(loaded, made)]
+    good = all(c.ok for c in checks)
+    if as_json:
+        print(json.dumps({"host": socket.gethostname(), "ok": good, "checks": [asdict(c) for c in checks]}, indent=1))
+    else:
+        Console().table(f"check of {socket.gethostname()}", [("PASS" if c.ok else "FAIL", f"{c.name}: {c.found}") for c in checks])
+    if not good:
         raise typer.Exit(2)
     if parity:
         if resume:
