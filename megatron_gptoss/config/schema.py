@@ -88,7 +88,10 @@ class TokenizerConfig(Section):
 
 
 class TaskConfig(Section):
-    name: str = "arithmetic"
+    name: str = Field(
+        default="arithmetic",
+        description="arithmetic, gsm8k, retool, verify_if; or a task of your own: my_task.py, or a module (docs/bring_your_own_task.md)",
+    )
     path: str = Field(default="", description="prompt file (JSON lines), for tasks that read one")
     eval_path: str = Field(
         default="",
@@ -102,6 +105,15 @@ class TaskConfig(Section):
     )
     partial: bool = Field(default=False, description="verify_if: reward the share of instructions followed, not only all of them")
     nltk_data: str = Field(default="", description="verify_if: folder of NLTK's data; empty: NLTK_DATA, then where NLTK looks by itself")
+    sandbox: Literal["bubblewrap", "none"] = Field(
+        default="bubblewrap",
+        description="retool: walls around the programs a model writes; none: limits only, this machine's files and network are open",
+    )
+    sandbox_processes: Positive = Field(default=2, description="retool: programs that run at once")
+    sandbox_timeout_s: Seconds = Field(default=5.0, description="retool: wall clock of a program; its processor time too, in whole seconds")
+    sandbox_memory_mib: Positive = Field(default=512, description="retool: memory of a program")
+    sandbox_output_bytes: Positive = Field(default=16384, description="retool: output of a program; more ends it")
+    sandbox_modules: str = Field(default="sympy,numpy", description="retool: modules imported before any program, with commas")
 
 
 class OptimizerFields(Section):

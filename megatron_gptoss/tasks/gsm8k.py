@@ -68,12 +68,12 @@ def _verdict(reward: float, answer: str | None, stop_reason: str, *labels: str) 
     return Verdict(reward, (RewardPart("right", reward),), answer, labels, stop_reason)
 
 
-def read_math_problems(path: str) -> list[Problem]:
-    """Problems with `question` and `answer`, the reference after `#### `."""
+def read_math_problems(path: str, needs_marker: bool = True) -> list[Problem]:
+    """Problems with `question` and `answer`, the reference after `#### `; all of `answer` without one, unless it is needed."""
     problems = []
     for record in read_prompt_file(path, ("question", "answer")):
         _, marker, gold = record.fields["answer"].rpartition("####")
-        if not marker or not gold.strip():
+        if not gold.strip() or (needs_marker and not marker):
             raise DataError(f"{path}:{record.line}: the answer has no reference after '#### '.")
         problems.append(Problem(record.line, record.fields["question"].strip(), gold.strip()))
     return problems
