@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,10 @@ class Place:
     shape: ParallelShape
     device: torch.device
 
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        return router_layers(self.module)
+
     def padded(self, num_tokens: int) -> int:
         return num_tokens + -num_tokens % self.shape.padding_multiple
 
@@ -48,7 +53,7 @@ class Place:
         return rows_of_rank(self.padded(num_tokens), context=context, sequence=sequence)
 
     def cut(self, routes: Routes, num_tokens: int) -> Routes:
-        return routes.pad_to(self.padded(num_tokens)).cut(layers=router_layers(self.module), rows=self.rows(num_tokens))
+        return routes.pad_to(self.padded(num_tokens)).cut(layers=self.layers, rows=self.rows(num_tokens))
 
 
 class Routing:
@@ -85,8 +90,8 @@ class Routing:
 
     def _count(self, j: int, routing: RoutingPass, replayed: bool) -> Tensor:
         num_tokens = self.minibatch[j].tokens_T.numel()
-        rows, layers = self.place.rows(num_tokens), len(router_layers(self.place.module))
-        padding = layers * len(range(max(rows.start, num_tokens), rows.stop))
+        rows = self.place.rows(num_tokens)
+        padding = len(self.place.layers) * len(range(max(rows.start, num_tokens), rows.stop))
         of_padding = torch.tensor([padding, 0] if replayed else [0, padding])
         counts = torch.tensor([routing.num_replayed, routing.num_own]) - of_padding
         if self.mode == "engine" and self.scored[j] is not None:
@@ -99,13 +104,12 @@ class Routing:
     def whole(self) -> list[Routes]:
         """What every microbatch's last pass took, where it was kept: all layers and rows, padding included, on the CPU. Collective."""
         model = self.place.model
-        layers = list(router_layers(self.place.module))
         empty = torch.zeros(0, dtype=compact_dtype(model.num_local_experts), device=self.place.device)
         wholes = []
         for j, batch in enumerate(self.minibatch):
             num_tokens = batch.tokens_T.numel()
             whole_LGK = empty.new_zeros(model.num_hidden_layers, self.place.padded(num_tokens), model.num_experts_per_tok)
-            whole_LGK[layers, self.place.rows(num_tokens)] = self.taken[j].experts_LTK
+            whole_LGK[list(self.place.layers), self.place.rows(num_tokens)] = self.taken[j].experts_LTK
             wholes.append(whole_LGK)
         everything = torch.cat([empty, *(whole_LGK.flatten() for whole_LGK in wholes)])
         groups = self.place.module.pg_collection
