@@ -73,7 +73,6 @@ def serve() -> None:
 
 def run(request: dict, base: int, walled: bool) -> dict:
     """Runs one program to its end or to the first limit it meets."""
-    start = time.monotonic()
     readable, writable = os.pipe()
     built, build = os.pipe()
     with contextlib.ExitStack() as stack:
@@ -86,6 +85,9 @@ def run(request: dict, base: int, walled: bool) -> dict:
         os.close(build)
         if pid < 0:
             raise OSError(ctypes.get_errno(), "clone")  # ends this worker: the driver sees it, and starts another
+        confined = os.read(built, 1) == b"1"
+        os.close(built)
+        start = time.monotonic()  # a busy machine takes its time to build walls; that is not the program's
         pidfd = os.pidfd_open(pid)
         output, limit = collect(readable, pidfd, start + request["timeout_s"], request["output_bytes"])
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # also ends what still waits; without effect on what has ended
@@ -93,9 +95,7 @@ def run(request: dict, base: int, walled: bool) -> dict:
         os.close(pidfd)
         output += drain(readable, request["output_bytes"] - len(output))
         os.close(readable)
-        confined = os.read(built, 1) == b"1"
-        os.close(built)
-    if not confined and limit != "timeout":  # no program's doing: none has run
+    if not confined:  # no program's doing: none has run
         raise OSError(f"the walls could not be built: {output.decode('utf-8', 'replace')}")
     end = limit or how_it_ended(status, usage.ru_utime + usage.ru_stime, request["cpu_s"])
     return {"end": end, "output": output.decode("utf-8", "replace"), "wall_s": time.monotonic() - start}
