@@ -97,16 +97,20 @@ def check(
     resume: Resume = "",
     init: Init = "",
     parity: Annotated[bool, typer.Option("--parity", help="Also start trainer and engines, and compare their log-probs.")] = False,
+    software: Annotated[bool, typer.Option("--software", help="Only what an image holds: packages, and a product on the CPU.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Check this node: packages, disk, memory, clock, GPUs and their links, ports, the run directory, the prompts. PASS or FAIL each."""
-    from megatron_gptoss.config.machine import machine_checks
+    from megatron_gptoss.config.machine import machine_checks, software_checks
     from megatron_gptoss.config.preflight import detect_cluster
-    from megatron_gptoss.launch.node_checks import node_checks
+    from megatron_gptoss.launch.node_checks import computing, node_checks
 
     loaded = _load(args, resume, init)
     made = make_plan(loaded, detect_cluster())
-    checks = [*machine_checks(loaded, made), *node_checks(loaded, made)]
+    if software:
+        checks = [*software_checks(loaded, made), *computing("cpu")]
+    else:
+        checks = [*machine_checks(loaded, made), *node_checks(loaded, made)]
     good = all(c.ok for c in checks)
     if as_json:
         print(json.dumps({"host": socket.gethostname(), "ok": good, "checks": [asdict(c) for c in checks]}, indent=1))

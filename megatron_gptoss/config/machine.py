@@ -31,15 +31,23 @@ class Check:
     found: str  # what is there, and when not ok what to do
 
 
-def machine_checks(loaded: Loaded, plan: RunPlan) -> list[Check]:
+def software_checks(loaded: Loaded, plan: RunPlan) -> list[Check]:
+    """What an image or an environment holds."""
     return [
         _python(),
         *_packages(plan.device),
         *_libraries(plan.device),
-        _disk(loaded, plan),
-        Check("CPUs and GPUs", not plan.shortfall, plan.shortfall or f"{plan.cluster.num_cpus} CPUs, {plan.cluster.num_gpus} GPUs"),
         _attempt("attention", lambda: (check_attention(loaded), _attention_words(plan))[1]),
         _attempt("layers and dispatcher", lambda: (check_packages(loaded), _layers_words(loaded))[1]),
+    ]
+
+
+def machine_checks(loaded: Loaded, plan: RunPlan) -> list[Check]:
+    """The software, and what this node has beside it."""
+    return [
+        *software_checks(loaded, plan),
+        _disk(loaded, plan),
+        Check("CPUs and GPUs", not plan.shortfall, plan.shortfall or f"{plan.cluster.num_cpus} CPUs, {plan.cluster.num_gpus} GPUs"),
         _attempt("free port", lambda: f"port {free_port(loaded.config.cluster)}"),
         _attempt("run directory", lambda: (check_run_target(loaded, plan, ""), str(plan.run_dir))[1]),
         _attempt("task and prompts", lambda: (check_inputs(loaded.config), loaded.config.task.name)[1]),

