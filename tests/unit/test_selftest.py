@@ -22,9 +22,11 @@ from megatron_gptoss.rl.parity import (
     FAULT_WORDS,
     PIECE_WORDS,
     Band,
+    Fit,
     PieceGap,
     PositionGap,
     agree,
+    cause_in_engine,
     cause_in_trainer,
     fit,
     mean_gap,
@@ -259,6 +261,30 @@ def test_a_shift_is_fitted_where_its_numbers_are_known():
     # An engine that is late says of its first token what nobody knows: here -9.
     late = fit("shifted", [logp], [[-9.0, -1.0, -2.0]], [shift(logp, "shifted")])
     assert late.left == 0.0 and late.explained == 1.0
+
+
+def test_of_several_faults_that_would_do_the_one_that_explains_most_is_the_engines():
+    fits = [Fit("yarn", 0.4, 0.1, 0.6, 2.0, 1.0), Fit("window", 0.5, 0.1, 0.9, 2.0, 1.0), Fit("no-sinks", 0.3, 0.1, 0.4, 2.0, 1.0)]
+    assert cause_in_engine(fits, Band(1.0)).fault == "window"
+    assert cause_in_engine(fits, Band(0.45)).fault == "yarn"
+    assert cause_in_engine(fits, Band(0.35)).side == "unknown", "what explains less than half names nothing"
+
+
+def test_a_difference_is_a_faults_when_it_has_its_direction_and_its_size():
+    from megatron_gptoss.model.pieces import Difference
+
+    base, change = torch.ones(4), torch.tensor([0.0, 0.02, 0.0, 0.01])
+
+    def judged(found):
+        difference = Difference()
+        difference.add(found, lambda fault: base if fault == "none" else base + change, ["window"])
+        return difference.fault()
+
+    assert judged(base + change) == judged(base + 1.2 * change) == "window"
+    assert judged(base) == judged(base + 0.5 * change) == judged(base - change) == judged(base + 3 * change) == ""
+    # The fault's share of it is 1, but it is lost in what else there is: by chance, then.
+    assert judged(base + change + torch.tensor([1.0, 0.0, 1.0, 0.0])) == ""
+    assert judged(base + change + torch.tensor([1e-3, 0.0, 1e-3, 0.0])) == "window"
 
 
 def test_the_first_piece_in_the_order_of_computation_is_the_cause():
