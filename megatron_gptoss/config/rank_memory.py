@@ -22,8 +22,8 @@ from megatron_gptoss.config.schema import Config
 GIB = 2**30
 
 # Allowances: what a CUDA process takes before it has a tensor (context, libraries, compiled kernels), what NCCL takes for each group of
-# more than one rank, and the part of what comes and goes that lies in gaps of the allocator. Set by one step of the 20B on two H200s, where the
-# first two were 4.0 GiB together and the third 4.7 GiB (docs/performance.md).
+# more than one rank, and the part of what comes and goes that lies in gaps of the allocator. Set by one step of the 20B on two H200s,
+# where the first two were 4.0 GiB together and the third 4.7 GiB (docs/performance.md).
 CUDA_BYTES = int(2.5 * GIB)
 NCCL_BYTES_PER_GROUP = int(0.5 * GIB)
 GAPS, GAPS_NAME = 0.2, "gaps between blocks"
