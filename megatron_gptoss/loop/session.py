@@ -111,6 +111,7 @@ class Session:
             # The very checkpoint, once and for all: a run directory may grow a newer one, and a resume may be called from elsewhere.
             self._set_init(self.first_weights.path)
         self._metrics: MetricsLog | None = None
+        ending.callback(self._close_records)  # first here and last to run: a run that ends early still writes how its last save went
         if self.checkpoint is None:
             self.dir = RunDir.create(plan.run_dir, self.config)
             self._open_records(None)
@@ -145,7 +146,10 @@ class Session:
                 shutil.rmtree(torn)
         write_manifest(self.dir, self.command, self.plan, self._backends(), resumed_step)
         self._metrics = MetricsLog(self.dir, resumed_step)
-        self.ending.callback(self._metrics.close)
+
+    def _close_records(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
     @property
     def metrics(self) -> MetricsLog:

@@ -67,7 +67,9 @@ def test_a_job_goes_on_after_a_warning_a_killed_driver_a_requeue_and_a_lost_node
     cluster.await_step(job, 7, START_S)
     cluster.lab("crash", "node2")
     cluster.await_output(job, "start 5", 180)  # on node1 and node3
-    assert "node2" in cluster.output(job).split("start 4")[1].split("start 5")[0].split("logs:")[1], "the lost node is named"
+    meanwhile = cluster.output(job).split("start 4")[1].split("start 5")[0].split("logs:")[1]
+    assert "node2" in meanwhile, "the lost node is named"
+    assert "Traceback" not in meanwhile, meanwhile
 
     end = cluster.await_end(job, START_S)
     assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "4"), cluster.output(job)
