@@ -1,6 +1,6 @@
 """Turn one checkpoint into another, as `gptoss convert` does.
 
-    python tools/convert_checkpoint.py gpt-oss-20b gpt-oss-20b-megatron --to megatron --verify
+python tools/convert_checkpoint.py gpt-oss-20b gpt-oss-20b-megatron --to megatron --verify
 """
 
 import sys
