@@ -58,6 +58,7 @@ ray_node() {
   trap : TERM
   trap '' USR1
   own=$(address)
+  rm -rf "$tmp"   # of an earlier start of this job, if the node went down in it
   if [ "$role" = head ]; then where=(--head --port="$port" --include-dashboard=false)
   else where=(--address="$GPTOSS_HEAD:$port"); wait_for_head "$port" || exit 1; fi
   [ "${GPTOSS_OBJECT_STORE:-0}" = 0 ] || where+=(--object-store-memory="$GPTOSS_OBJECT_STORE")

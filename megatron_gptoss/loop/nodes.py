@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -31,6 +33,19 @@ def wait_for_nodes(wanted: int, timeout_s: float = NODES_TIMEOUT_S) -> list[str]
     own = ray.get_runtime_context().get_node_id()
     alive.sort(key=lambda node: (node["NodeID"] != own, _by_number(node["NodeManagerHostname"]), node["NodeID"]))
     return [node["NodeID"] for node in alive[:wanted]]
+
+
+def gpus_of(node_ids: Sequence[str]) -> list[tuple[str, int]]:
+    """Host name and Ray's number of GPUs of each of these nodes."""
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    return [(known[i]["NodeManagerHostname"], int(known[i]["Resources"].get("GPU", 0))) for i in node_ids]
+
+
+def too_few_gpus(found: Sequence[tuple[str, int]], wanted: Sequence[int]) -> str:
+    """`wanted`: the node number of each rank and engine. Which nodes have fewer GPUs than are put there, "" when none has."""
+    counts = Counter(wanted)
+    short = [f"{host} has {have} of {counts[node]}" for node, (host, have) in enumerate(found) if have < counts[node]]
+    return f"too few GPUs for one rank or engine each: {'; '.join(short)}. cluster.gpus_per_node says how many a node has" if short else ""
 
 
 def lost_nodes() -> list[str]:

@@ -32,7 +32,7 @@ from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import GptossError, MachineError, RunFailed, StoppedEarly
-from megatron_gptoss.loop.nodes import lost_nodes, wait_for_nodes
+from megatron_gptoss.loop.nodes import gpus_of, lost_nodes, too_few_gpus, wait_for_nodes
 from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.loop.stop import StopRequest
 from megatron_gptoss.obs.console import ALARM, Console
@@ -196,6 +196,11 @@ class Session:
             ) from None
         self.ending.callback(ray.shutdown)
         self.nodes = wait_for_nodes(self.plan.placement.num_nodes)
+        if self.plan.device == "cuda":
+            place = self.plan.placement
+            engines = () if self.command == "sft" else place.engines
+            if problem := too_few_gpus(gpus_of(self.nodes), (*place.trainer, *engines)):
+                raise MachineError(problem)
 
     def make_trainer(self, optimizer: OptimizerFields, *, total_updates: int) -> None:
         c, plan = self.config, self.plan

@@ -111,8 +111,8 @@ class Cluster:
         own = ("bash " + str(LAB), "slurmd ", "ps -e")
         return [line for line in lines if not line.startswith(own) and "<defunct>" not in line]
 
-    def await_quiet(self, timeout: float = 60, expected: tuple[str, ...] = ()) -> None:
-        """squeue is empty, and no node has a process that is not its own or `expected`, nor a file in its Ray folder."""
+    def await_quiet(self, job: str, timeout: float = 60, expected: tuple[str, ...] = ()) -> None:
+        """squeue is empty, and no node has a process that is not its own or `expected`, nor the job's Ray folder."""
 
         def quiet() -> bool:
             left[:] = [f"{node}: {line}" for node in self.names for line in self.processes(node) if line not in expected]
@@ -120,7 +120,7 @@ class Cluster:
 
         left: list[str] = []
         wait_for(quiet, f"quiet; left are {left}", timeout=timeout, poll=1.0)
-        assert not [str(path) for node in self.names for path in (self.folder / "lab" / "local" / node / "ray").iterdir()]
+        assert not [node for node in self.names if (self.folder / "lab" / "local" / node / "ray" / f"gptoss-{job}").exists()]
 
     def metrics(self, number: str) -> dict[int, dict]:
         return metrics(self.run(number))

@@ -5,6 +5,7 @@ run's metrics are those of the undisturbed one, to the last bit.
 """
 
 import json
+import sys
 import time
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_job_trains_on_two_nodes_and_leaves_nothing(cluster, undisturbed):
     assert sorted(cluster.metrics(job)) == list(range(STEPS + 1))
     places = json.loads((cluster.run(job) / "logs" / "places.json").read_text())
     assert [(p["who"], p["host"]) for p in places] == [("trainer rank 0", "node1"), ("engine-0", "node2")]
-    cluster.await_quiet()
+    cluster.await_quiet(job)
 
 
 def test_a_job_goes_on_after_a_warning_a_killed_driver_a_requeue_and_a_lost_node(cluster, undisturbed):
@@ -90,7 +91,7 @@ def test_scancel_ends_a_job_and_nothing_else(cluster):
     end = cluster.await_end(job, 60)
     assert end["JobState"] == "CANCELLED", end
     assert "start 2" not in cluster.output(job)
-    cluster.await_quiet(expected=(BYSTANDER,))
+    cluster.await_quiet(job, expected=(BYSTANDER,))
     for node in cluster.names[:2]:
         assert cluster.processes(node) == [BYSTANDER], "what the job did not start lives on"
 
@@ -115,6 +116,13 @@ def test_a_wrong_setting_is_one_clear_message_and_no_second_start(cluster, site,
     assert (end["JobState"], end["ExitCode"]) == ("FAILED", "2:0"), cluster.output(job)
     assert words in cluster.output(job)
     assert end["Restarts"] == "0"
+
+
+def test_an_unknown_partition_is_one_message_with_those_there_are(cluster):
+    site = str(cluster.site(SBATCH_PARTITION="nowhere"))
+    line = [sys.executable, "-m", "megatron_gptoss.cli", "launch", *CONFIGS, "--nodes=2"]
+    said = cluster.lab("exec", *line, check=False, GPTOSS_SITE=site, GPTOSS_HOME=str(ROOT))
+    assert "MachineError: Slurm refused the job" in said and "partition" in said and "Partitions here: main." in said, said
 
 
 def test_a_port_in_use_is_named_with_its_node(cluster):

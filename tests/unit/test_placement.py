@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_gptoss.config.load import load, parse_flags
 from megatron_gptoss.config.placement import Place, place, same_gpu
 from megatron_gptoss.config.plan import Cluster, make_plan
+from megatron_gptoss.loop.nodes import too_few_gpus
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -45,6 +46,12 @@ def test_a_job_with_too_few_nodes_is_short_of_gpus():
         assert bool(made.shortfall) == short, nodes
     made = make_plan(load(*parse_flags([*files, "--cluster.nodes=4"])), Cluster(2, 0))
     assert "need 40 GPUs, cluster.nodes = 4 of cluster.gpus_per_node = 8 have 32" in made.shortfall
+
+
+def test_nodes_with_fewer_gpus_than_planned_are_named():
+    wanted = (0,) * 8 + (1,) * 4
+    assert too_few_gpus([("node1", 8), ("node2", 4)], wanted) == ""
+    assert "node1 has 4 of 8; node2 has 0 of 4" in too_few_gpus([("node1", 4), ("node2", 0)], wanted)
 
 
 def test_two_on_one_gpu_are_named_and_two_on_a_cpu_are_none():
