@@ -116,10 +116,10 @@ def draw(runs: Sequence[Run], metrics: Sequence[str], picture: Path) -> None:
             continue
         ax.set_title(metric)
         ax.grid(alpha=0.25)
-        for run in runs:
+        for number, run in enumerate(runs):
             found = points(run.rows, metric)
-            if found:
-                ax.plot(*zip(*found, strict=True), marker=".", markersize=4, label=run.name)
+            if found:  # a run has one colour in all panels, also where another was not measured
+                ax.plot(*zip(*found, strict=True), marker=".", markersize=4, color=f"C{number}", label=run.name)
         ax.set_xlabel("step")
     handles, labels = next((a.get_legend_handles_labels() for a in axes.flat if a.get_legend_handles_labels()[1]), ([], []))
     figure.legend(handles, labels, loc="outside lower center", ncols=max(len(labels), 1))
