@@ -23,7 +23,7 @@ num_gpus() { tr ',' '\n' <<<"${CUDA_VISIBLE_DEVICES:-}" | grep -c . ; }
 if [ -n "${GPTOSS_INTERFACE:-}" ]; then export NCCL_SOCKET_IFNAME=$GPTOSS_INTERFACE GLOO_SOCKET_IFNAME=$GPTOSS_INTERFACE; fi
 
 preflight() {
-  local port=$1 now=$2 bad=0 mount skew
+  local port=$1 now=$2 bad=0 mount skew interfaces=(/sys/class/net/*)
   fail() { echo "FAIL $me: $*"; bad=42; }
   for mount in ${GPTOSS_MOUNTS:-}; do [ -d "$mount" ] || fail "$mount (GPTOSS_MOUNTS) is not there"; done
   [ -w "$GPTOSS_RUNS" ] || fail "$GPTOSS_RUNS (GPTOSS_RUNS) is not there, or cannot be written to"
@@ -31,7 +31,7 @@ preflight() {
   if ! command -v gptoss >/dev/null; then fail "no gptoss on this node (GPTOSS_VENV = ${GPTOSS_VENV:-empty}; PATH = $PATH)"
   elif ! gptoss --version >/dev/null 2>&1; then fail "gptoss does not start here: $(gptoss --version 2>&1 | tail -n 1)"; fi
   [ -z "${GPTOSS_INTERFACE:-}" ] || [ -n "$(address 2>/dev/null)" ] ||
-    fail "no address on the interface $GPTOSS_INTERFACE (GPTOSS_INTERFACE). There are: $(ls /sys/class/net | tr '\n' ' ')"
+    fail "no address on the interface $GPTOSS_INTERFACE (GPTOSS_INTERFACE). There are: ${interfaces[*]##*/}"
   skew=$(($(date +%s) - now))
   [ "${skew#-}" -le 60 ] || fail "its clock differs by $skew s from that of the first node"
   if [ "$port" != 0 ] && { answers 127.0.0.1 "$port" || answers "$GPTOSS_HEAD" "$port"; }; then
