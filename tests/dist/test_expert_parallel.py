@@ -42,9 +42,9 @@ def two_ranks(rank: int, folder: str) -> None:
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
     wrapped.zero_grad_buffer()
     loss = loss_of_pack(wrapped, rank)
-    loss.backward()
-    num_tokens = torch.tensor(sum(LENGTHS[rank]) - 1)
-    model.config.finalize_model_grads_func([wrapped], num_tokens)
+    (loss / NUM_TOKENS).backward()
+    # What it is told of tokens it leaves alone: the trainer divides the loss by those of all ranks.
+    model.config.finalize_model_grads_func([wrapped], torch.tensor(sum(LENGTHS[rank]) - 1))
 
     total = loss.detach().clone()
     dist.all_reduce(total)
