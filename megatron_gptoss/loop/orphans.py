@@ -19,6 +19,7 @@ from pathlib import Path
 
 GRACE_S = 3.0  # Ray and vLLM mostly end by themselves within this when their parent is gone
 LOOK_EVERY_S = 0.5
+DIE_S = 5.0  # for those that were killed
 NOW = b"now\n"  # from the driver: an orderly end, what is left can go at once
 
 
@@ -61,9 +62,12 @@ def keep(driver: int) -> None:
                 break
             grace_s = 0.0
     time.sleep(grace_s)
-    for pid in still_there(family, driver, since):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + DIE_S
+    while (left := still_there(family, driver, since)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)  # on a busy machine a killed process takes a while to go
 
 
 def still_there(family: dict[int, int], driver: int, since: int) -> dict[int, int]:
