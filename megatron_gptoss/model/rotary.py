@@ -2,7 +2,8 @@
 
 In: qkv as Megatron lays it out, for each kv head its G query heads, its key and its value; cosines and sines of every token. Out: queries,
 keys, values, each contiguous. Megatron's own way reads and writes them about ten times (split, copy, negate, join, two products, a sum, for
-queries and keys): about 90 of 1,200 ms of a training pass of the 20B on an H200, by its profile. `reference` is the same in plain PyTorch, the kernel's twin.
+queries and keys): about 90 of 1,200 ms of a training pass of the 20B on an H200, by its profile. `reference` is the same in plain PyTorch,
+the kernel's twin.
 
 Cosines and sines are rounded to the model's dtype, as Megatron and Hugging Face round them, and the rotation is then exact up to one
 rounding of its result, where they round three times.
