@@ -32,6 +32,7 @@ from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import GptossError, MachineError, RunFailed, StoppedEarly
+from megatron_gptoss.loop.event_loop import EventLoop
 from megatron_gptoss.loop.nodes import gpus_of, lost_nodes, too_few_gpus, wait_for_nodes
 from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.loop.stop import StopRequest
@@ -54,7 +55,7 @@ from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.rollout.collect import CollectLimits, collect
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
-from megatron_gptoss.rollout.pool import EnginePool, PoolCounts
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolCounts
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
 from megatron_gptoss.trainer.how import CriticSettings
@@ -93,7 +94,7 @@ class Session:
         self.config: Config = loaded.config
         self.console = Console()
         self.clock = Clock()
-        self.runner = ending.enter_context(asyncio.Runner())
+        self.loop = ending.enter_context(EventLoop())
         self.stop = ending.enter_context(StopRequest())
         if plan.switches:
             self.console.alarm(f"{ALARM}: {'; '.join(plan.switches)}")
@@ -343,15 +344,15 @@ class Session:
         raise StoppedEarly(f"asked to stop (SIGUSR1): ended after step {step}; {go_on}")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the session's event loop; the engines' tasks live there between calls."""
-        return self.runner.run(coroutine)
+        """Run a coroutine in the session's event loop and wait for it. The engines' tasks run there also between calls."""
+        return self.loop.run(coroutine)
 
     # -- verbs that several stories share ------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
         """Give the engines the trainer's weights; returns when each has confirmed version and checksum."""
         weights = self.world.export_weights()
-        self.run(self.pool.publish(version, weights.buckets, weights.digest))
+        self.run(self.pool.publish(InlinePolicy(version, weights.buckets, weights.digest)))
 
     def collect(
         self, prompts: Sequence[Prompt], *, group_size: int, step: int, version: int, words: str, routes: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,12 +41,37 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Published:
-    """The policy that every engine must hold. The reference is kept, so that a restarted engine can be given the same."""
+class Given:
+    """How giving a policy to some engines went."""
+
+    digest: int  # sync.verify.digest over what was sent
+    answers: Sequence[HeldWeights | Exception]  # of each engine: its account, or EngineDied, also when it was late, or why it refused
+
+
+class Policy(Protocol):
+    """Weights that engines can be given, together or one alone, as often as an engine needs them."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+    async def give(self, engines: Sequence[Engine], timeout_s: float) -> Given: ...
+
+
+@dataclass(frozen=True)
+class InlinePolicy:
+    """All weights travel inside the calls, to each engine by itself."""
 
     version: PolicyVersion
-    buckets: Any
+    buckets: Any  # as EngineHandle.update_weights takes them; a Ray reference lets all engines read one copy
     digest: int
+
+    async def give(self, engines: Sequence[Engine], timeout_s: float) -> Given:
+        return Given(self.digest, await asyncio.gather(*(self._one(engine, timeout_s) for engine in engines)))
+
+    async def _one(self, engine: Engine, timeout_s: float) -> HeldWeights | Exception:
+        try:
+            return await within(timeout_s, engine.update_weights(self.version, self.buckets), "a weight update")
+        except (EngineDied, WeightsRefused, ValueError) as error:
+            return error
 
 
 @dataclass
@@ -87,7 +112,7 @@ class EnginePool:
         self.make_engine = make_engine
         self.start_timeout_s, self.turn_timeout_s, self.max_restarts = start_timeout_s, turn_timeout_s, max_restarts
         self.slots = [Slot(index, make_engine(index, 0)) for index in range(num_engines)]
-        self.published: Published | None = None
+        self.published: Policy | None = None
         self.home: dict[str, int] = {}  # conversation -> slot, since the last publish; that one emptied the prefix caches anyway
         self.failure: EngineFailed | None = None
         self.counts = PoolCounts()
@@ -100,14 +125,21 @@ class EnginePool:
         """Bring all engines up side by side. A publish may be asked for before this returns; it waits for the engines."""
         await self._all_serve()
 
-    async def publish(self, version: PolicyVersion, buckets: Any, digest: int) -> None:
-        """Give every engine these weights and return when all have confirmed version and digest. Running turns are finished first.
+    async def publish(self, policy: Policy) -> None:
+        """Give every engine this policy, all at once, and return when all have confirmed its version and digest. Running turns are
+        finished first.
 
-        `buckets`: as EngineHandle.update_weights takes them; a Ray reference lets all engines read one copy.
         Raises EngineFailed when an engine refuses or confirms anything else; the pool then serves nothing more, for it would be mixed.
         """
-        self.published = Published(version, buckets, digest)
+        self.published = policy
         self.home.clear()
+        # Engines that are being brought up are given it when they run; the others get it together.
+        ready = [slot for slot in self.slots if slot.running and slot.death is None and (slot.work is None or slot.work.done())]
+        if ready:
+            together = asyncio.create_task(self._update(ready, policy))
+            for slot in ready:
+                slot.work = together
+            await together
         await self._all_serve()
 
     async def generate(self, request: TurnRequest) -> TurnResult:
@@ -202,7 +234,7 @@ class EnginePool:
                     await within(self.start_timeout_s, slot.engine.start(), "its start")
                     slot.running = True
                 if self.published is not None and slot.version != self.published.version:
-                    await self._update(slot, self.published)
+                    await self._update([slot], self.published)
             except EngineDied as error:
                 slot.death = str(error)
 
@@ -217,18 +249,22 @@ class EnginePool:
         slot.starts += 1
         slot.running, slot.death, slot.version, slot.turns = False, None, NO_WEIGHTS, 0
 
-    async def _update(self, slot: Slot, policy: Published) -> None:
-        try:
-            held = await within(self.turn_timeout_s, slot.engine.update_weights(policy.version, policy.buckets), "a weight update")
-        except (WeightsRefused, ValueError) as error:
-            raise self._fail(slot, str(error)) from None
-        if held.version != policy.version or held.digest != policy.digest:
-            raise self._fail(
-                slot,
-                f"it was sent version {policy.version} with digest {policy.digest:#018x}, "
-                f"and confirms version {held.version} with digest {held.digest:#018x} over {held.num_tensors} tensors",
-            )
-        slot.version = policy.version
+    async def _update(self, slots: Sequence[Slot], policy: Policy) -> None:
+        """Give these running engines the policy. Those that die are noted; EngineFailed when one has it not as it was sent."""
+        given = await policy.give([slot.engine for slot in slots], self.turn_timeout_s)
+        for slot, answer in zip(slots, given.answers, strict=True):
+            if isinstance(answer, EngineDied):
+                slot.death = slot.death or str(answer)
+            elif isinstance(answer, Exception):
+                raise self._fail(slot, str(answer)) from None
+            elif answer.version != policy.version or answer.digest != given.digest:
+                raise self._fail(
+                    slot,
+                    f"it was sent version {policy.version} with digest {given.digest:#018x}, "
+                    f"and confirms version {answer.version} with digest {answer.digest:#018x} over {answer.num_tensors} tensors",
+                )
+            else:
+                slot.version = policy.version
 
     def _fail(self, slot: Slot, why: str) -> EngineFailed:
         """The pool's end: remembered, so that no turn is served by the engines that are left."""

@@ -24,7 +24,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, WeightsRefused, start_engine
-from megatron_gptoss.rollout.pool import EnginePool
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy
 from megatron_gptoss.sync.verify import NO_WEIGHTS, digest
 from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.types import TurnRequest, TurnResult
@@ -343,7 +343,7 @@ def test_turns_survive_both_ways_of_dying_bit_for_bit_and_no_process_is_left(ben
             return turns
 
         try:
-            await pool.publish(5, ray.put(wire(buckets_of(bench.b))), digest_of(bench.b))
+            await pool.publish(InlinePolicy(5, ray.put(wire(buckets_of(bench.b))), digest_of(bench.b)))
             asked = requests(tokens=400)
             for request, turn in zip(asked, await kill_while_sampling("actor", asked), strict=True):
                 assert turn.version == 5 and gap(bench.b, request.token_ids, turn) < PARITY
@@ -358,7 +358,7 @@ def test_turns_survive_both_ways_of_dying_bit_for_bit_and_no_process_is_left(ben
             assert pid is not None
             seen.extend([psutil.Process(pid), *psutil.Process(pid).children(recursive=True)])
             with pytest.raises(EngineFailed, match=r"digest .* confirms version 6 with digest"):
-                await pool.publish(6, ray.put(wire(buckets_of(bench.a))), digest_of(bench.a) ^ 1)
+                await pool.publish(InlinePolicy(6, ray.put(wire(buckets_of(bench.a))), digest_of(bench.a) ^ 1))
         finally:
             await pool.close()
         assert len(seen) >= 6 and not psutil.wait_procs(seen, timeout=5)[1]

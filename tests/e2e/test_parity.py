@@ -111,6 +111,7 @@ def with_weights(session, change):
     import ray
     import safetensors.torch
 
+    from megatron_gptoss.rollout.pool import InlinePolicy
     from megatron_gptoss.sync.verify import digest
     from megatron_gptoss.sync.wire import to_bytes
 
@@ -121,7 +122,7 @@ def with_weights(session, change):
         for bucket in ray.get(session.world.export_weights().buckets):
             tensors |= safetensors.torch.load(bucket)
         changed = [(name, change(name, x)) for name, x in tensors.items()]
-        session.run(session.pool.publish(session.engine_version, ray.put([to_bytes(changed)]), digest(changed)))
+        session.run(session.pool.publish(InlinePolicy(session.engine_version, ray.put([to_bytes(changed)]), digest(changed))))
 
     publish(change)
     try:

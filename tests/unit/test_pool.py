@@ -15,7 +15,7 @@ import pytest
 
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
-from megatron_gptoss.rollout.pool import EnginePool
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import TurnRequest, TurnResult
 
@@ -112,7 +112,7 @@ def test_new_conversations_go_to_the_least_loaded_engine(tmp_path: Path) -> None
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop, num_engines=3)
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         for engine in workshop.made:
             engine.answer.clear()
         waiting = [asyncio.create_task(pool.generate(turn(n))) for n in range(9)]
@@ -135,12 +135,12 @@ def test_a_conversation_stays_with_its_engine_until_the_weights_change(tmp_path:
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop)
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         await asyncio.gather(pool.generate(turn(0, "a")), pool.generate(turn(1, "b")))
         for n in range(2, 8):
             await pool.generate(turn(n, "b"))
         assert [len(engine.requests) for engine in workshop.made] == [1, 7]
-        await pool.publish(1, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(1, "the weights", DIGEST))
         assert (await pool.generate(turn(8, "b"))).version == 1
         assert workshop.made[0].requests[-1] == "t8"  # both idle, no cached prefix anywhere: the first
 
@@ -151,7 +151,7 @@ def test_unfinished_turns_of_a_dead_engine_are_asked_again_and_it_returns_with_t
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop)
-        await pool.publish(3, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(3, "the weights", DIGEST))
         first = workshop.made[0]
         first.answer.clear()
         waiting = [asyncio.create_task(pool.generate(turn(n))) for n in range(6)]
@@ -175,7 +175,7 @@ def test_turns_wait_when_the_only_engine_is_being_brought_back(tmp_path: Path) -
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop, num_engines=1)
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         workshop.made[0].answer.clear()
         waiting = asyncio.create_task(pool.generate(turn(0)))
         await settle()
@@ -194,7 +194,7 @@ def test_a_turn_past_its_deadline_means_a_dead_engine(tmp_path: Path) -> None:
     async def story() -> None:
         workshop = Workshop(tmp_path, hang_first)
         pool = new_pool(workshop, num_engines=1, turn_timeout_s=0.1)
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         assert (await pool.generate(turn(0))).token_ids == (7,)
         assert workshop.made[0].killed and "a turn took longer than 0.1 s" in pool.counts.causes[0]
 
@@ -207,7 +207,7 @@ def test_an_engine_that_keeps_dying_ends_the_pool_with_its_name_pid_and_log(tmp_
         workshop = Workshop(tmp_path, lambda engine, index, attempt: setattr(engine, fault, index == 1))
         pool = new_pool(workshop, max_restarts=2)
         with pytest.raises(EngineFailed) as failure:
-            await pool.publish(0, "the weights", DIGEST)
+            await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         assert len(workshop.made) == 4 and pool.counts.restarts == 2
         for part in ("engine-1.2", "pid 4000", "max_restarts = 2", str(tmp_path / "engine-1.2.log"), "the last words of engine 1.2"):
             assert part in str(failure.value)
@@ -222,10 +222,10 @@ def test_a_wrong_confirmation_is_never_served(tmp_path: Path, confirmed: HeldWei
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop)
-        await pool.publish(4, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(4, "the weights", DIGEST))
         workshop.made[1].confirms = confirmed
         with pytest.raises(EngineFailed, match=r"engine-1\.0 .*sent version 5 .*confirms version"):
-            await pool.publish(5, "the weights", DIGEST)
+            await pool.publish(InlinePolicy(5, "the weights", DIGEST))
         with pytest.raises(EngineFailed):
             await pool.generate(turn(0))
         assert pool.counts.restarts == 0  # a restart would not cure it
@@ -240,7 +240,7 @@ def test_a_refused_update_is_never_served(tmp_path: Path) -> None:
         await pool.start()
         workshop.made[0].refuses = True
         with pytest.raises(EngineFailed, match=r"no place for 'model\.norm\.bias'"):
-            await pool.publish(0, "the weights", DIGEST)
+            await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         with pytest.raises(EngineFailed):
             await pool.generate(turn(0))
 
@@ -251,9 +251,9 @@ def test_an_engine_that_dies_in_an_update_returns_with_the_new_policy(tmp_path: 
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop)
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         workshop.made[0].dies_in_update = True
-        await pool.publish(1, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(1, "the weights", DIGEST))
         assert [slot.version for slot in pool.slots] == [1, 1]
         assert workshop.made[2].updates == [1]  # never the old one
 
@@ -267,7 +267,7 @@ def test_no_turn_before_a_policy_and_bad_requests_do_not_cost_an_engine(tmp_path
         await pool.start()
         with pytest.raises(EngineFailed, match="before any policy"):
             await pool.generate(turn(0))
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
 
         async def reject(request: TurnRequest) -> TurnResult:
             raise ValueError("too long")
@@ -284,7 +284,7 @@ def test_close_stops_and_kills_every_engine(tmp_path: Path) -> None:
     async def story() -> None:
         workshop = Workshop(tmp_path)
         pool = new_pool(workshop)
-        await pool.publish(0, "the weights", DIGEST)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         await pool.close()
         assert all(engine.stopped and engine.killed for engine in workshop.made)
 
