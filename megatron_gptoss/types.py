@@ -193,6 +193,15 @@ class WorstToken:
 
 
 @dataclass(frozen=True)
+class SampleScores:
+    """What an update knew of one sample's trained tokens. N of them, in their order."""
+
+    name: str  # of the sample
+    advantage: tuple[float, ...]  # [N]
+    trainer_logp: tuple[float, ...]  # [N] nats, of the policy before the step's first update; nan where it could not be used
+
+
+@dataclass(frozen=True)
 class CriticStats:
     """What one step of the critic measured, over all ranks. Field comments give the metric name in metrics.jsonl."""
 
@@ -231,6 +240,7 @@ class StepStats:
     measures: tuple[Measure, ...] = ()  # mismatch in more detail: by sequence, by position, by assistant turn
     worst: tuple[WorstToken, ...] = ()  # the largest gaps between trainer and engine first
     critic: CriticStats | None = None  # None: no critic
+    scores: tuple[SampleScores, ...] = ()  # of every sample, when the update was asked to keep them
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class RunConfig(Section):
         default=True,
         description="write checkpoints from a copy in host memory while training goes on; false: training waits, and nothing is copied",
     )
+    archive_scores: bool = Field(
+        default=True,
+        description="write rollouts/step-N.scores.jsonl too: the advantage and the trainer's log-prob of every trained token",
+    )
     eval_every: NonNegative = Field(default=10, description="steps between held-out evaluations; 0: only at start and end")
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per periodic evaluation; 0: none")
     final_eval_prompts: NonNegative = Field(default=300, description="held-out prompts at the start and at the end")

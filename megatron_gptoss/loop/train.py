@@ -25,6 +25,7 @@ from megatron_gptoss.rl.kl_reward import kl_rewards
 from megatron_gptoss.rl.samples import by_sample, is_trained, make_samples
 from megatron_gptoss.rl.value_loss import value_figures
 from megatron_gptoss.rollout.archive import write_archive
+from megatron_gptoss.rollout.scores import write_scores
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.types import CriticStats, MicroBatch, RolloutGroup, Sample, StepStats
 
@@ -116,7 +117,13 @@ def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepS
             batch = session.pack(samples, minibatches=c.rl.minibatches)
     if session.plan.on_policy:
         old = None  # the update's own log-probs, detached: a ratio of exactly 1
-    how = Update(policy=c.rl, temperature=c.rollout.temperature, dump_dir=session.dir.path.absolute() / "dumps", label=f"step-{step}")
+    how = Update(
+        policy=c.rl,
+        temperature=c.rollout.temperature,
+        dump_dir=session.dir.path.absolute() / "dumps",
+        label=f"step-{step}",
+        keep_scores=c.run.archive_scores,
+    )
     with session.clock("update"):
         critic = update_critic(session, step, batch, samples) if c.rl.has_critic else None
         if critic is not None and step <= c.rl.critic_warmup_steps:
@@ -154,7 +161,8 @@ def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | Non
     samples = make_samples(groups, NO_VALUES)
     if not samples:
         return None
-    how = Update(policy=session.config.rl, temperature=session.config.rollout.temperature)
+    c = session.config
+    how = Update(policy=c.rl, temperature=c.rollout.temperature, keep_scores=c.run.archive_scores)
     with session.clock("score"):
         return session.world.measure(session.pack(samples)[0], how)
 
@@ -186,6 +194,8 @@ def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Ke
     session.metrics.write(step, values)
     if stats is not None and stats.worst:
         write_worst(session.dir.path / "worst_tokens.jsonl", step, stats.worst, groups, session.tokenizer)
+    if stats is not None and stats.scores:
+        write_scores(session.dir.rollouts / f"step-{step}.scores.jsonl", step, stats.scores)
     session.console.step(step, session.config.run.steps, values)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_gptoss.rl.advantages import AdvantageRule, Credited, Episode, credit
 from megatron_gptoss.rl.shaping import overlong_penalty
-from megatron_gptoss.types import MicroBatch, Rollout, RolloutGroup, Sample
+from megatron_gptoss.types import MicroBatch, Rollout, RolloutGroup, Sample, SampleScores
 
 PerToken = Mapping[str, Sequence[float]]  # sample name -> one number for each trained token
 
@@ -34,6 +34,13 @@ def by_sample(found: Iterable[tuple[MicroBatch, Tensor]]) -> dict[str, list[floa
         for owner, value in zip(batch.sample_N.tolist(), value_N.tolist(), strict=True):
             sorted_out.setdefault(batch.names[owner], []).append(value)
     return sorted_out
+
+
+def sample_scores(batches: Sequence[MicroBatch], logp: Sequence[Tensor]) -> list[SampleScores]:
+    """Advantages and log-probs [N] of each microbatch, by sample."""
+    advantages = by_sample(zip(batches, (batch.advantage_N for batch in batches), strict=True))
+    logps = by_sample(zip(batches, logp, strict=True))
+    return [SampleScores(name, tuple(each), tuple(logps[name])) for name, each in advantages.items()]
 
 
 def make_samples(

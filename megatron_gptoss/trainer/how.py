@@ -42,3 +42,4 @@ class Update:
     temperature: float = 1.0
     dump_dir: Path | None = None  # where a microbatch that is not finite is written
     label: str = ""  # "step-12", for dumps
+    keep_scores: bool = False  # StepStats.scores: the log-prob of every trained token, which is else only measured

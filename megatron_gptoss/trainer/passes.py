@@ -158,11 +158,16 @@ class TrainedModel:
             return scores.sum()
 
         self._passes(batches, temperature, keep, backward=False, around=around)
-        everything = torch.cat(found, dim=1)
-        for group in (self.groups.cp, self.groups.pp):  # each token was scored on one rank of both; the others hold zeros
+        return self._over_shards(found)
+
+    def _over_shards(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """[..., N] for each microbatch, on the CPU, from what each rank knows of its tokens. Each token is known on one rank of the
+        context- and pipeline-parallel groups; the others hold zeros."""
+        everything = torch.cat(list(found), dim=-1)
+        for group in (self.groups.cp, self.groups.pp):
             if group.size() > 1:
                 dist.all_reduce(everything, group=group)
-        return list(everything.cpu().split([b.target_N.numel() for b in batches], dim=1))
+        return list(everything.cpu().split([each.shape[-1] for each in found], dim=-1))
 
     def _local(self, batch: MicroBatch) -> LocalBatch:
         """This rank's part of a microbatch, on its device."""

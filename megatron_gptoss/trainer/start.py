@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +176,16 @@ class TrainingWorld:
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
         arguments = [([m[d] for m in minibatches], how, None if old is None else old[d]) for d in self._data]
-        return self._all("update", "update", arguments)[0]
+        return self._with_all_scores(self._all("update", "update", arguments))
 
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
         """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
-        return self._all("measure", "measure", [(minibatch[d], how) for d in self._data])[0]
+        return self._with_all_scores(self._all("measure", "measure", [(minibatch[d], how) for d in self._data]))
+
+    @staticmethod
+    def _with_all_scores(stats: Sequence[StepStats]) -> StepStats:
+        """What all ranks agree on, with the scores of the samples that each of them had."""
+        return replace(stats[0], scores=tuple(score for each in stats for score in each.scores))
 
     @contextmanager
     def broken(self, fault: str) -> Iterator[None]:

@@ -33,12 +33,13 @@ from megatron_gptoss.rl.correction import correct, mean_weight, weight_sums
 from megatron_gptoss.rl.diagnostics import Totals, mismatch_measures, require_on_policy, too_many_unusable
 from megatron_gptoss.rl.losses import nll_loss
 from megatron_gptoss.rl.objective import correction_recipe, objective, usable
+from megatron_gptoss.rl.samples import sample_scores
 from megatron_gptoss.rl.tokens import Tokens
 from megatron_gptoss.rl.worst import worst_of, worst_rows, worst_tokens
 from megatron_gptoss.trainer.how import TokenScores, Update
 from megatron_gptoss.trainer.passes import Around, Minibatch, TrainedModel
 from megatron_gptoss.trainer.routing import Place, Routing, routing_measures
-from megatron_gptoss.types import MicroBatch, StepStats, WorstToken
+from megatron_gptoss.types import MicroBatch, SampleScores, StepStats, WorstToken
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Known:
     measured: Totals
     routing: Routing | None  # whose choice of experts the passes follow; None: everywhere the routers' own
     worst: list[Tensor] = field(default_factory=list)
+    logp: list[Tensor] | None = None  # [N] of the policy that sampled, of the tokens of this rank, 0.0 elsewhere; None: not kept
 
     @property
     def around(self) -> Around | None:
@@ -173,10 +175,13 @@ class Trainer(TrainedModel):
         first, every = Totals.empty(self.device), Totals.empty(self.device)  # first epoch: the policy that sampled; every: the updates
         norms: list[float] = []
         worst: list[WorstToken] = []
+        scores: list[SampleScores] = []
         routed = torch.zeros(2, dtype=torch.int64)
         stepped, problem = True, ""
         for epoch, i in ((e, i) for e in range(epochs) for i in range(len(minibatches))):
             known = self._known(minibatches[i], how, old[i] if old is not None else None, ref[i] if ref is not None else None)
+            if how.keep_scores and epoch == 0:
+                known.logp = self._no_logp(minibatches[i])
             totals = self._accumulate(minibatches[i], how, known)
             if on_policy and how.policy is not None:
                 require_on_policy(totals)
@@ -184,6 +189,7 @@ class Trainer(TrainedModel):
             if epoch == 0:
                 first.merge(totals)
                 worst += worst_tokens(known.worst, minibatches[i])
+                scores += self._scores(minibatches[i], known)
                 if known.routing is not None:
                     routed += known.routing.counts
             norm, stepped = self._step(totals.sums)
@@ -194,13 +200,15 @@ class Trainer(TrainedModel):
         self._count_skips(stepped, problem)
         made = len(norms) - (not stepped)
         stats = self._stats(first, every, worst, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
-        return self._with_routing(stats, how, routed)
+        return self._with_routing(replace(stats, scores=tuple(scores)), how, routed)
 
     @torch.no_grad()
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
         """What an update would measure, without making one: for a step whose rollouts have nothing to teach."""
         ref = self.score(minibatch, temperature=how.temperature, reference=True) if _needs_reference(how) else None
         known = self._known(minibatch, how, None, ref)
+        if how.keep_scores:
+            known.logp = self._no_logp(minibatch)
 
         def add(j: int, local: LocalBatch, scores: Tensor) -> Tensor:
             return self._loss(j, local, scores, how, known)
@@ -211,7 +219,15 @@ class Trainer(TrainedModel):
         self._require_usable(known.measured, how)
         worst = worst_tokens(known.worst, minibatch)
         stats = self._stats(known.measured, known.measured, worst, grad_norm=0.0, num_updates=0, skipped=False, problem="")
+        stats = replace(stats, scores=tuple(self._scores(minibatch, known)))
         return self._with_routing(stats, how, known.routing.counts if known.routing is not None else torch.zeros(2, dtype=torch.int64))
+
+    def _no_logp(self, minibatch: Minibatch) -> list[Tensor]:
+        return [torch.zeros(batch.target_N.numel(), device=self.device) for batch in minibatch]
+
+    def _scores(self, minibatch: Minibatch, known: Known) -> list[SampleScores]:
+        """Of this data-parallel rank's samples, the same on every rank that shares them; [] where nobody asked, or there are none."""
+        return [] if not known.logp else sample_scores(minibatch, self._over_shards(known.logp))
 
     def _with_routing(self, stats: StepStats, how: Update, routed: Tensor) -> StepStats:
         if _router_replay(how) == "none":
@@ -317,6 +333,8 @@ class Trainer(TrainedModel):
         )
         known.measured.add(found, tokens)
         known.worst.append(worst_rows(found, tokens, j))
+        if known.logp is not None:
+            known.logp[j][batch.mine_M] = torch.where(found.usable_N, found.before_N, torch.nan).float()
         return found.loss_sum
 
     # -- when a value is not finite ------------------------------------------------------------------------------------------------------
@@ -330,7 +348,7 @@ class Trainer(TrainedModel):
         for j, batch in enumerate(minibatch):
             self.model.zero_grad_buffer()
             own_totals = Totals.empty(self.device)
-            alone = replace(known, measured=own_totals, worst=[])
+            alone = replace(known, measured=own_totals, worst=[], logp=None)
 
             def add(_: int, local: LocalBatch, scores: Tensor, j=j, alone=alone) -> Tensor:
                 return self._loss(j, local, scores, how, alone)

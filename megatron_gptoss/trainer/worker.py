@@ -13,7 +13,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -180,7 +180,7 @@ class TrainerWorker:
         return scores if self.rank == shape.first_rank(shape.data_index(self.rank)) else []
 
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None) -> StepStats:
-        return self.trainer.update(minibatches, how, old)
+        return self._own_scores(self.trainer.update(minibatches, how, old))
 
     def values(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor]]:
         """As `score`: of the ranks that share a model only the first answers."""
@@ -194,7 +194,12 @@ class TrainerWorker:
         return self.critic.update(minibatches, rl)
 
     def measure(self, minibatch: Minibatch, how: Update) -> StepStats:
-        return self.trainer.measure(minibatch, how)
+        return self._own_scores(self.trainer.measure(minibatch, how))
+
+    def _own_scores(self, stats: StepStats) -> StepStats:
+        """As `score`: of the ranks that share a model only the first sends its samples' scores."""
+        shape = self.settings.shape
+        return stats if self.rank == shape.first_rank(shape.data_index(self.rank)) else replace(stats, scores=())
 
     def break_model(self, fault: str) -> None:
         """The policy computes with this fault (model/faults.py) until it is mended; its weights stay."""

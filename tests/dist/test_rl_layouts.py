@@ -51,11 +51,12 @@ def steps(name: str, rank: int) -> dict:
         scores = t.score(mine)
         # Somewhere else than the policy, by an amount that depends on the token alone.
         old = [replace(s, logp_N=s.logp_N + 0.1 * torch.sin(7.0 * s.logp_N)) for s in scores]
-        measured = t.measure(mine, Update(policy=policy))
+        measured = t.measure(mine, Update(policy=policy, keep_scores=True))
         off_policy = t.update([mine], Update(policy=policy), [old])
         t = trainer(shape, clip_grad=1e9)
         on_policy = t.update([mine], Update(policy=policy))
-        found[variant] = {"measured": measured, "on_policy": on_policy, "off_policy": off_policy}
+        found[variant, "scores"] = measured.scores
+        found[variant] = {"measured": replace(measured, scores=()), "on_policy": on_policy, "off_policy": off_policy}
         found[variant, "gradients"] = whole_gradients(t)
     return found
 
@@ -109,6 +110,20 @@ def test_the_gradient_is_that_of_one_rank(found, layout, variant):
         assert torch.stack([(ours[name] - g).norm() for name, g in truth.items()]).norm() < FP32 * norm
         deviation, name = furthest(ours, truth)
         assert deviation < 5 * FP32, (name, deviation)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_the_scores_of_every_sample_are_those_of_one_rank(found, layout):
+    truth = {each.name: each for each in found["one"][0]["gspo", "scores"]}
+    assert len(truth) == len(BATCH)
+    shape = LAYOUTS[layout]
+    first = [found[layout][shape.first_rank(d)]["gspo", "scores"] for d in range(shape.data)]
+    assert sorted(each.name for scores in first for each in scores) == sorted(truth), "each sample once, over data-parallel ranks"
+    for rank, held in enumerate(found[layout]):
+        assert held["gspo", "scores"] == first[shape.data_index(rank)], "ranks that share samples know the same"
+    for each in (each for scores in first for each in scores):
+        assert each.advantage == truth[each.name].advantage
+        assert each.trainer_logp == pytest.approx(truth[each.name].trainer_logp, rel=TOLERANCE)
 
 
 def test_the_cases_are_not_idle(found):

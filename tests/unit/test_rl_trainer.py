@@ -13,6 +13,7 @@ from megatron_gptoss.config.plan import broken_rules
 from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.parallel.packing import pack_step
+from megatron_gptoss.rl.samples import by_sample
 from tests.helpers.training import samples, trainer
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.toml")
@@ -120,6 +121,40 @@ def test_the_worst_token_is_named_with_its_place(one_rank):
     assert worst[0].engine_logp == -30.0
     gaps = [abs(w.trainer_logp - w.engine_logp) for w in worst]
     assert gaps == sorted(gaps, reverse=True) and len(worst) == 8
+
+
+class TestScores:
+    """StepStats.scores: each sample's tokens as the policy that sampled saw them, with their advantages."""
+
+    def test_nobody_asked_nothing_is_kept_and_the_step_has_the_same_bits(self, one_rank):
+        batch = packed(samples(6, seed=2), budget=60)
+        plain, kept = (trainer(one_rank).update(batch, how(RlConfig(), keep_scores=keep)) for keep in (False, True))
+        assert plain.scores == () and len(kept.scores) == 6
+        assert replace(kept, scores=()) == plain
+
+    @pytest.mark.parametrize("kind", ["on-policy", "two minibatches, two epochs", "measured"])
+    def test_they_are_what_a_pass_before_the_step_scores(self, one_rank, kind):
+        asked, t = samples(8, seed=2), trainer(one_rank)
+        batches = packed(asked, budget=60, minibatches=2 if "minibatches" in kind else 1)
+        scored = [t.score(m) for m in batches]
+        logp_N = [each.logp_N for of_minibatch in scored for each in of_minibatch]
+        before = by_sample(zip([b for m in batches for b in m], logp_N, strict=True))
+        policy = RlConfig(minibatches=len(batches), epochs=len(batches))
+        if kind == "measured":
+            stats = t.measure(batches[0], how(policy, keep_scores=True))
+        else:
+            stats = t.update(batches, how(policy, keep_scores=True), scored if len(batches) > 1 else None)
+        assert stats.num_updates == {"on-policy": 1, "measured": 0}.get(kind, 4)
+        assert {each.name: list(each.trainer_logp) for each in stats.scores} == before
+        assert {each.name: set(each.advantage) for each in stats.scores} == {s.name: {torch.tensor(s.advantage).item()} for s in asked}
+
+    def test_a_log_prob_that_cannot_be_used_is_nan_and_its_neighbours_stay(self, one_rank):
+        batch = TestNotFinite().spoilt(math.nan)
+        place = [i for i, flag in enumerate(batch[7].trained) if flag].index(batch[7].trained.index(True))
+        stats = trainer(one_rank).update(packed(batch), how(RlConfig(max_unusable_fraction=0.01), keep_scores=True))
+        found = {each.name: each.trainer_logp for each in stats.scores}
+        assert [i for i, x in enumerate(found[batch[7].name]) if math.isnan(x)] == [place]
+        assert not any(math.isnan(x) for name, logp in found.items() if name != batch[7].name for x in logp)
 
 
 @pytest.mark.parametrize(
