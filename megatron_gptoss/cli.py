@@ -162,7 +162,7 @@ def launch(
 
 @app.command("eval", context_settings=FLAGS_PASS, epilog=EPILOG)
 def evaluate(args: Args = None, resume: Resume = "", init: Init = "") -> None:
-    """Measure success on held-out prompts of the weights that --init names."""
+    """Mean reward and pass@k, on held-out prompts, of the weights that --init names."""
     _run("eval", args, resume, init)
 
 

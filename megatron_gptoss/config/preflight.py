@@ -42,9 +42,10 @@ def detect_cluster() -> Cluster:
 
 def check_run(loaded: Loaded, plan: RunPlan, command: str) -> None:
     """All of the checks below, cheapest first. `command`: "sft", "train" or "eval"."""
-    if command == "eval" and not loaded.config.run.final_eval_prompts:
+    if command == "eval" and loaded.origins["run.final_eval_prompts"].startswith("flag"):
         raise ConfigError(
-            f"{loaded.show('run.final_eval_prompts')} leaves gptoss eval nothing to measure. Use 1 or more; 300 is the default."
+            f"{loaded.show('run.final_eval_prompts')} is for gptoss train, and gptoss eval would not look at it. "
+            f"Use --eval.prompts={loaded.config.run.final_eval_prompts or 1}."
         )
     if plan.not_built:
         raise ConfigError(plan.not_built[0] if len(plan.not_built) == 1 else "\n  - ".join(("", *plan.not_built)).lstrip("\n"))

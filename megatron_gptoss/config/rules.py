@@ -350,6 +350,11 @@ def _other_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('run.resume')} and {show('run.init')} exclude each other. A resumed run goes on from its own checkpoint; "
             "leave out one of them."
         )
+    if (most := config.eval.ks[-1]) > config.eval.samples_per_prompt:
+        yield (
+            f"{show('eval.k')} asks for pass@{most}, and {show('eval.samples_per_prompt')} rollouts of a prompt hold no {most}. "
+            f"Use eval.samples_per_prompt = {most} or more."
+        )
     run = config.run
     if run.save_every and run.keep_every % run.save_every:
         working = ", ".join(str(n) for n in _multiples_around(run.keep_every, run.save_every))

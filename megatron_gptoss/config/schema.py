@@ -367,6 +367,30 @@ class ParallelConfig(Section):
     )
 
 
+class EvalConfig(Section):
+    """`gptoss eval`: several rollouts of each held-out prompt, sampled as [rollout] says. The evaluations of `gptoss train` are [run]'s."""
+
+    prompts: Positive = Field(default=300, description="held-out prompts; all of them where the task has fewer")
+    samples_per_prompt: Positive = Field(default=4, description="rollouts of each prompt")
+    k: str = Field(
+        default="",
+        pattern=r"^([1-9][0-9]*(,[1-9][0-9]*)*)?$",
+        description="the k of pass@k, with commas; empty: 1, 2, 4, … up to eval.samples_per_prompt",
+    )
+    success_reward: float = Field(default=1.0, description="pass@k counts a rollout as a success when its reward is at least this")
+    success_label: str = Field(
+        default="",
+        description="what counts instead: that the task gave the rollout this label, such as right; empty: the reward decides",
+    )
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """What `k` comes to, ascending."""
+        if self.k:
+            return tuple(sorted({int(word) for word in self.k.split(",")}))
+        return tuple(2**i for i in range(self.samples_per_prompt.bit_length()))
+
+
 class ParityConfig(Section):
     """The self-test before the first step: trainer and engine on the same tokens (docs/self_test.md)."""
 
@@ -447,6 +471,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    eval: EvalConfig = EvalConfig()
     parity: ParityConfig = ParityConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
     cluster: ClusterConfig = ClusterConfig()

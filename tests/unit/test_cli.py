@@ -93,7 +93,11 @@ BAD = [
     (["train", TINY, "--init", "wide"], 'CheckpointError: run.init = "wide" (flag --init) holds another architecture'),
     (["train", TINY, "--init", "mxfp4"], 'CheckpointError: run.init = "mxfp4" (flag --init): mxfp4/config.json has quantization_config'),
     (["sft", TINY, *GSM8K], "ConfigError: task.name = gsm8k has no demonstrations"),
-    (["eval", TINY, "--run.final_eval_prompts=0"], "ConfigError: run.final_eval_prompts = 0 (flag --run.final_eval_prompts) leaves"),
+    (["eval", TINY, "--run.final_eval_prompts=8"], "ConfigError: run.final_eval_prompts = 8 (flag --run.final_eval_prompts) is for gptoss"),
+    (
+        ["eval", TINY, "--eval.k=1,8"],
+        'ConfigError: eval.k = "1,8" (flag --eval.k) asks for pass@8, and eval.samples_per_prompt = 4 (default)',
+    ),
     (["train", TINY, *GSM8K], "ConfigError: prompt gsm8k/"),
     (["train", TINY, "--task.name=gsm8k", "--task.path=one.jsonl"], "DataError: task.path = one.jsonl has too few problems"),
     (["plan", TINY, "--explain", "rl.clip"], "ConfigError: unknown key 'rl.clip' (flag --explain)"),
