@@ -191,7 +191,9 @@ class RlConfig(OptimizerFields):
     )
     overlong_penalty: Annotated[float, Field(ge=0)] = Field(default=1.0, description="what a conversation of full length loses by it")
     drop_uniform_groups: bool = Field(
-        default=True, description="leave out groups whose rewards are all equal; they carry no signal, but with gae, which leaves none out"
+        default=True,
+        description="leave out groups whose rewards are all equal, where that means that they teach nothing: not with gae, reinforce++, KL "
+        "in the reward, or gamma below 1",
     )
     surrogate: Literal["ppo", "gspo", "cispo"] = Field(
         default="ppo",
@@ -264,8 +266,11 @@ class RlConfig(OptimizerFields):
 
     @property
     def leaves_out_uniform_groups(self) -> bool:
-        """A critic's advantages compare no rollouts of a group; and it must see the prompts that always go well or never."""
-        return self.drop_uniform_groups and not self.has_critic
+        """Only where equal rewards make every advantage 0. A critic and reinforce++ compare no rollouts of a group, and KL in the reward
+        and a discount tell rollouts of equal reward apart."""
+        compares = self.advantage not in ("gae", "reinforce++")
+        only_rewards_count = self.gamma == 1.0 and not (self.kl_coef > 0.0 and self.kl_in == "reward")
+        return self.drop_uniform_groups and compares and only_rewards_count
 
 
 class RolloutConfig(Section):

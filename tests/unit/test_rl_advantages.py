@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.rl.advantages import AdvantageRule, Episode, credit, group_advantages
 from megatron_gptoss.rl.returns import discounted, gae, whiten
 from tests.helpers import rl_twins as twin
@@ -82,6 +83,49 @@ class TestWhitening:
     @given(st.lists(numbers, max_size=8))
     def test_twin(self, values):
         assert whiten(t(*values)).tolist() == pytest.approx(twin.whitened(values), rel=1e-6, abs=1e-6)
+
+
+# ---- which groups are left out --------------------------------------------------------------------------------------------------------
+
+uniform_groups = st.tuples(
+    numbers, st.lists(st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=3), numbers), min_size=1, max_size=4)
+)
+
+
+def teaches(group, rl: RlConfig) -> bool:
+    """Whether an advantage of these rollouts of one reward is not 0. Each is (turns, what its first token pays for KL in the reward)."""
+    reward, rollouts = group
+    pays = rl.kl_coef > 0 and rl.kl_in == "reward"
+    episodes = [
+        Episode(reward, tuple(turns), (kl, *[0.0] * (sum(turns) - 1)) if pays else (), (0.0,) * sum(turns)) for turns, kl in rollouts
+    ]
+    rule = AdvantageRule(rl.advantage, credit=rl.credited, gamma=rl.gamma)
+    return any(abs(a) > 1e-6 for row in as_lists(credit([episodes], rule), episodes) for a in row)
+
+
+class TestLeftOut:
+    @THOUSAND
+    @given(
+        uniform_groups,
+        st.builds(
+            RlConfig,
+            advantage=st.sampled_from(["group", "group-mean", "rloo", "gae"]),
+            credit=st.sampled_from(["auto", "turn", "token"]),
+            gamma=st.sampled_from([1.0, 0.5]),
+            kl_coef=st.sampled_from([0.0, 0.1]),
+            kl_in=st.sampled_from(["loss", "reward"]),
+        ),
+    )
+    def test_a_group_that_could_teach_is_never_left_out(self, group, rl):
+        assert not (rl.leaves_out_uniform_groups and teaches(group, rl))
+
+    @pytest.mark.parametrize("kind", ["group", "group-mean", "rloo", "reinforce++-baseline"])
+    def test_where_equal_rewards_teach_nothing_they_are_left_out_when_asked(self, kind):
+        assert RlConfig(advantage=kind, kl_coef=0.1).leaves_out_uniform_groups
+        assert not RlConfig(advantage=kind, drop_uniform_groups=False).leaves_out_uniform_groups
+
+    def test_reinforce_learns_from_a_rollout_that_is_alone_in_its_group(self):
+        assert not RlConfig(advantage="reinforce++").leaves_out_uniform_groups
 
 
 # ---- a whole step -------------------------------------------------------------------------------------------------------------------
