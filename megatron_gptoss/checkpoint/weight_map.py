@@ -34,9 +34,10 @@ class Row:
     hf_shape: Callable[[ModelConfig], tuple[Shape, ...]]  # full shapes, expert axis included
     megatron: str  # name, {layer} from 0; expert parameters hold this rank's experts along their first axis
     to_megatron: Callable[..., Tensor]  # (model, *tensors) -> tensor; of one expert when per_expert
-    to_hf: Callable[[ModelConfig, Tensor], tuple[Tensor, ...]]  # its inverse
+    to_hf: Callable[[ModelConfig, Tensor], tuple[Tensor, ...]]  # its inverse; of one expert, or of a stack of them
     tensor_axis: int | None = None  # axis of the Megatron tensor that tensor-parallel ranks divide; None: each has all of it
     per_expert: bool = False  # experts are divided over expert-parallel ranks, and whole there: no tensor_axis
+    turned: bool = False  # Megatron (and vLLM) store a matrix with its two axes the other way round
     openai: str = ""  # OpenAI's own name; the Hugging Face tensors lie in it one after another along the first axis
     # Published as MXFP4, name + "_blocks" and "_scales": each expert's matrix transposed, blocks along its rows. None: it is not.
     # The function puts these rows in Megatron's order: to_megatron(m, x) == packed(x.t()), so packed bytes can be moved instead of numbers.
@@ -83,8 +84,9 @@ def _halves_from_interleaved(x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)  # four times as fast as torch.cat of two strided halves
 
 
-def _interleaved_from_halves(x: Tensor) -> Tensor:
-    return torch.stack(x.chunk(2), dim=1).flatten(0, 1)
+def _interleaved_from_halves(x: Tensor, axis: int) -> Tensor:
+    """`axis` counts from the last, so that a stack of experts is as good as one."""
+    return x.unflatten(axis, (2, -1)).transpose(axis - 1, axis).flatten(axis - 1, axis)
 
 
 def _gate_up(_model: ModelConfig, x_C2I: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def _gate_up(_model: ModelConfig, x_C2I: Tensor) -> Tensor:
 
 
 def _gate_up_back(_model: ModelConfig, w_2IC: Tensor) -> tuple[Tensor, ...]:
-    return (_interleaved_from_halves(w_2IC).t(),)
+    return (_interleaved_from_halves(w_2IC, -2).transpose(-2, -1),)
 
 
 def _gate_up_bias(_model: ModelConfig, x_2I: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ def _gate_up_bias(_model: ModelConfig, x_2I: Tensor) -> Tensor:
 
 
 def _gate_up_bias_back(_model: ModelConfig, b_2I: Tensor) -> tuple[Tensor, ...]:
-    return (_interleaved_from_halves(b_2I),)
+    return (_interleaved_from_halves(b_2I, -1),)
 
 
 def _transposed(_model: ModelConfig, x: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def _transposed(_model: ModelConfig, x: Tensor) -> Tensor:
 
 
 def _transposed_back(_model: ModelConfig, x: Tensor) -> tuple[Tensor, ...]:
-    return (x.t(),)
+    return (x.transpose(-2, -1),)
 
 
 def _vector(size: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], tuple[Shape, ...]]:
@@ -157,13 +159,13 @@ IN_EACH_LAYER = (
     Row((HF + "mlp.router.bias",), _vector(lambda m: m.num_local_experts),
         MG + "mlp.router.bias", _same, _same_back, openai=OA + "mlp.gate.bias"),
     Row((HF_EXPERTS + "gate_up_proj",), lambda m: ((m.num_local_experts, m.hidden_size, 2 * m.intermediate_size),),
-        MG_EXPERTS + "linear_fc1.weight", _gate_up, _gate_up_back, per_expert=True,
+        MG_EXPERTS + "linear_fc1.weight", _gate_up, _gate_up_back, per_expert=True, turned=True,
         openai=OA + "mlp.mlp1_weight", packed=_halves_from_interleaved, key=KEY_EXPERTS + "linear_fc1.weight"),
     Row((HF_EXPERTS + "gate_up_proj_bias",), lambda m: ((m.num_local_experts, 2 * m.intermediate_size),),
         MG_EXPERTS + "linear_fc1.bias", _gate_up_bias, _gate_up_bias_back, per_expert=True,
         openai=OA + "mlp.mlp1_bias", key=KEY_EXPERTS + "linear_fc1.bias"),
     Row((HF_EXPERTS + "down_proj",), lambda m: ((m.num_local_experts, m.intermediate_size, m.hidden_size),),
-        MG_EXPERTS + "linear_fc2.weight", _transposed, _transposed_back, per_expert=True,
+        MG_EXPERTS + "linear_fc2.weight", _transposed, _transposed_back, per_expert=True, turned=True,
         openai=OA + "mlp.mlp2_weight", packed=_as_it_is, key=KEY_EXPERTS + "linear_fc2.weight"),
     Row((HF_EXPERTS + "down_proj_bias",), lambda m: ((m.num_local_experts, m.hidden_size),),
         MG_EXPERTS + "linear_fc2.bias", _same, _same_back, per_expert=True,
@@ -210,6 +212,11 @@ def entries(model: ModelConfig) -> list[Entry]:
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Name -> full shape of every Hugging Face tensor, in export order."""
     return {name: shape for e in entries(model) for name, shape in zip(e.hf_names, e.row.hf_shape(model), strict=True)}
+
+
+def turned_names(model: ModelConfig) -> frozenset[str]:
+    """Hugging Face tensors that are cheapest to move with their last two axes swapped: both ends store them so."""
+    return frozenset(name for e in entries(model) if e.row.turned for name in e.hf_names)
 
 
 def megatron_shape(model: ModelConfig, row: Row) -> Shape:
@@ -281,11 +288,13 @@ def export_hf(
     model: ModelConfig,
     *,
     value: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    contiguous: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Full Hugging Face tensors: contiguous, detached, in the parameters' dtype and on their device.
 
     `value` picks what is exported for a parameter, for instance its gradient (`lambda p: p.grad`). A tensor that needs no rearrangement
-    shares memory with the model: copy it before the next optimizer step if it must stay.
+    shares memory with the model: copy it before the next optimizer step if it must stay. Without `contiguous` more of them do: what is only
+    turned (`turned_names`) stays as it lies, for a receiver that copies it anyway.
 
     Collective over the tensor-, expert- and pipeline-parallel groups: every rank must walk through the whole iterator, and every rank
     gets every tensor.
@@ -296,15 +305,16 @@ def export_hf(
     for entry in entries(model):
         row, full = entry.row, ()
         with torch.no_grad():
-            if entry.megatron_name() not in parameters:
-                pass  # on another pipeline stage
-            elif row.per_expert:
-                local = [row.to_hf(model, own) for own in value(parameters[entry.megatron_name()]).detach()]
-                full = tuple(_gather(torch.stack(list(part)), groups.ep) for part in zip(*local, strict=True))
-            else:
+            if entry.megatron_name() in parameters:  # on this pipeline stage
                 own = value(parameters[entry.megatron_name()]).detach()
-                full = row.to_hf(model, own if row.tensor_axis is None else _gather(own, groups.tp, row.tensor_axis))
-            full = stage.share(entry, model, tuple(tensor.contiguous() for tensor in full))
+                if row.per_expert:
+                    own = _gather(own, groups.ep)
+                elif row.tensor_axis is not None:
+                    own = _gather(own, groups.tp, row.tensor_axis)
+                full = row.to_hf(model, own)
+            if contiguous or groups.pp.size() > 1:
+                full = tuple(tensor.contiguous() for tensor in full)
+            full = stage.share(entry, model, full)
         yield from zip(entry.hf_names, full, strict=True)
 
 
