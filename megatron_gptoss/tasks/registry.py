@@ -28,8 +28,9 @@ MEMBERS = ("name", "prompts", "epoch_size", "begin", "close")  # of tasks.base.T
 
 
 def _arithmetic(config: Config) -> Arithmetic:
-    sft = config.sft
-    return Arithmetic(config.run.seed, sft.guess_fraction, sft.stop_fraction, sft.digit_fraction)
+    sft, task = config.sft, config.task
+    shares = (sft.guess_fraction, sft.stop_fraction, sft.digit_fraction)
+    return Arithmetic(config.run.seed, *shares, operations=task.operations, digits=task.digits)
 
 
 def _gsm8k(config: Config) -> Gsm8k:

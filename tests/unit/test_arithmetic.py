@@ -48,7 +48,7 @@ def value(expression: str) -> int:
 
 def test_the_transcript_of_the_recipe_token_by_token(monkeypatch):
     task = Arithmetic(0)
-    monkeypatch.setattr(task, "_problem", lambda split, index: Problem(37, "+58", "*4"))
+    monkeypatch.setattr(task, "_problem", lambda split, index: Problem(37, ("+58", "*4")))
     (clean,) = task.copy_transcripts("heldout", 0, 1)
     marked = render_marked(clean.messages, TINY, clean.copied)
     assert TINY.decode(marked.token_ids) == TRANSCRIPT
@@ -175,6 +175,86 @@ def test_demonstrations_have_the_shares_asked_for_and_are_what_they_say():
     # Binomial: four standard errors of 4000 draws are at most 0.032.
     for kind, share in {"guess": 0.10, "stop": 0.50, "digit": 0.03, "clean": 0.37}.items():
         assert abs(kinds[kind] / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5, kinds
+
+
+# ---- more operations, larger numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("operations", "digits"), [(3, 2), (5, 3), (6, 4)])
+def test_harder_problems_obey_the_same_rules(operations, digits):
+    task = Arithmetic(5, operations=operations, digits=digits)
+    train, heldout = task.prompts("train", 0, 300), task.prompts("heldout", 0, 60)
+    pattern = rf"\({{{operations - 1}}}(\d{{{digits}}})([+-])(\d{{{digits}}})" + rf"\)([+*-])(\d{{{digits - 1}}})" * (operations - 1)
+    for prompts, held in [(train, True), (heldout, False)]:
+        for prompt in prompts:
+            assert re.fullmatch(pattern, prompt.text), prompt.text
+            assert 0 <= value(prompt.text) == int(prompt.gold) <= 999_999
+            assert (hashlib.sha256(prompt.text.encode()).digest()[0] >= 26) == held
+    assert {op for prompt in train for op in "+-*" if op in prompt.text} == set("+-*")
+
+
+def test_every_operation_of_a_right_solution_is_a_call_that_the_calculator_takes():
+    for clean in Arithmetic(1, operations=5, digits=3).copy_transcripts("heldout", 0, 50):
+        _developer, user, *rest = clean.messages
+        calls = [json.loads(m.content)["expression"] for m in rest[:-1:2]]
+        assert len(calls) == 5
+        assert [m.content for m in rest[1::2]] == [calculate(c) for c in calls] == [str(value(c)) for c in calls]
+        assert rest[-1].content == str(value(user.content))
+        # The first reads the problem; each later one goes on with the last result and the problem's next number.
+        numbers = re.findall(r"\d+", user.content)
+        assert [re.findall(r"\d+", c) for c in calls] == [
+            numbers[:2],
+            *([m.content, n] for m, n in zip(rest[1:-2:2], numbers[2:], strict=True)),
+        ]
+
+
+def test_transcripts_of_five_operations_are_longer_than_the_window():
+    for clean in Arithmetic(0, operations=5, digits=3).copy_transcripts("train", 0, 30):
+        marked = render_marked(clean.messages, TINY, clean.copied)
+        ask = [i for i, c in enumerate(marked.copied) if c]
+        assert len(marked.token_ids) > 128
+        assert ask[-1] - 128 > marked.said.index(True)  # the problem is out of the window's sight when the answer is given
+
+
+def test_flaws_of_longer_solutions():
+    task, rng, made = Arithmetic(0, operations=5, digits=3), random.Random(3), Counter()
+    for _ in range(1500):
+        shown = task.demonstration(rng)
+        _developer, user, *rest = shown.messages
+        calls = [json.loads(m.content)["expression"] for m in rest[:-1:2]]
+        assert [m.content for m in rest[1::2]] == [calculate(c) for c in calls]
+        made[shown.kind, len(calls)] += 1
+        if shown.kind in ("clean", "stop"):
+            numbers = re.findall(r"[+*-]?\d+", user.content)
+            results = [calculate(calls[0]), *(m.content for m in rest[3:-1:2])]
+            assert calls == ["".join(numbers[:2]), *(r + n for r, n in zip(results, numbers[2:], strict=False))][: len(calls)]
+            assert rest[-1].content == results[-1]
+        elif shown.kind == "digit":
+            assert len(calls) == 5
+    stops = [made["stop", n] for n in range(1, 5)]
+    assert {n for kind, n in made if kind == "stop"} == {1, 2, 3, 4}
+    assert {n for kind, n in made if kind in ("clean", "digit")} == {5}
+    share = sum(stops) / 4
+    assert all(abs(n - share) < 4 * (share * 0.75) ** 0.5 for n in stops), stops  # four standard errors
+
+
+@pytest.mark.parametrize(
+    ("calls", "label"), [(0, "no-call"), (1, "stopped-early"), (4, "stopped-early"), (5, "called-all"), (6, "overcall")]
+)
+def test_labels_of_longer_solutions(calls, label):
+    task = Arithmetic(0, operations=5, digits=3)
+    (prompt,) = task.prompts("train", 0, 1)
+    talk = task.begin(prompt)
+    for _ in range(calls):
+        assert not isinstance(talk.reply(call("1+1")), Verdict)
+    verdict = talk.reply(final(prompt.gold or ""))
+    assert isinstance(verdict, Verdict)
+    assert verdict.labels == (label, "right")
+
+
+def test_the_configuration_says_how_hard():
+    made = make_task(Config(task=TaskConfig(operations=5, digits=3)))
+    assert made.prompts("heldout", 0, 3) == Arithmetic(0, operations=5, digits=3).prompts("heldout", 0, 3)
 
 
 def test_every_copied_character_stands_in_the_context_before_it():
