@@ -289,6 +289,11 @@ class RolloutConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(default=1.0, description="KV cache of a CPU engine")
     gpu_memory_fraction: Probability = Field(default=0.85, description="share of a GPU that an engine may take")
+    gpu_kv_cache_gib: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="KV cache of a GPU engine; 0: what gpu_memory_fraction leaves, found by measuring free memory, which goes wrong while "
+        "other programs start on the same GPU",
+    )
     start_timeout_s: Seconds = 300.0
     turn_timeout_s: Seconds = Field(default=120.0, description="deadline for one assistant turn, and for a weight update")
     max_restarts: NonNegative = Field(default=2, description="times a dead engine is brought back in one run")

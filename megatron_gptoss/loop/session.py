@@ -265,6 +265,7 @@ class Session:
                 log_path=str((self.dir.logs / f"{name}.log").absolute()),
                 kv_cache_gib=c.rollout.kv_cache_gib,
                 gpu_memory_fraction=c.rollout.gpu_memory_fraction,
+                gpu_kv_cache_gib=c.rollout.gpu_kv_cache_gib,
                 deterministic=c.rollout.deterministic,
                 seed=c.run.seed + index,
                 num_cpus=plan.engine_resources.num_cpus,

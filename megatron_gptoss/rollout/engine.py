@@ -47,6 +47,7 @@ class EngineSettings:
     log_path: str  # where stdout and stderr of the actor and its children go, appended
     kv_cache_gib: float = 1.0  # CPU only
     gpu_memory_fraction: float = 0.85  # GPU only
+    gpu_kv_cache_gib: float = 0.0  # GPU only; 0.0: what the fraction leaves
     deterministic: bool = False  # one sequence at a time, a seed per request, no prefix cache
     experts_to_tell: int = 0  # of a layer; turns then tell which of them each token went to. 0: turns tell nothing
     seed: int = 0
@@ -264,6 +265,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             "tensor_parallel_size": settings.num_gpus,
             "moe_backend": "triton",  # keeps the experts' layout; the FlashInfer backends permute it at load, and an update would not
         }
+        if settings.gpu_kv_cache_gib:
+            arguments["kv_cache_memory_bytes"] = int(settings.gpu_kv_cache_gib * 2**30)
         if settings.deterministic:
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": settings.max_model_len, "async_scheduling": False}
     return arguments
