@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.obs.disk import disk_errors
+from megatron_gptoss.obs.run_dir import write_atomic
 from megatron_gptoss.rl.samples import sample_name
 from megatron_gptoss.types import RolloutGroup, WorstToken
 
@@ -19,7 +20,9 @@ CONTEXT = 16  # tokens shown before the worst one
 
 
 def write_worst(path: Path, step: int, worst: Sequence[WorstToken], groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
-    """One line a token, the largest gap first. MachineError when the disk is full."""
+    """One line a token, the largest gap first. What is there of this step and later ones was written before a resume, and goes.
+    MachineError when the disk is full."""
+    _drop_from(path, step)
     token_ids = {sample_name(rollout): rollout.token_ids for group in groups for rollout in group.rollouts}
     with disk_errors(path), path.open("a", encoding="utf-8") as file:
         for token in worst:
@@ -35,3 +38,11 @@ def write_worst(path: Path, step: int, worst: Sequence[WorstToken], groups: Sequ
                 "engine_logp": token.engine_logp,
             }
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _drop_from(path: Path, step: int) -> None:
+    """Leave the lines of earlier steps; a torn one belongs to none."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+    if len(kept) < len(lines):
+        write_atomic(path, "".join(kept))
