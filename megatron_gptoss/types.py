@@ -8,6 +8,7 @@ Shape legend: T tokens of one conversation or of one packed microbatch, S sequen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class TurnRequest:
     stop_token_ids: tuple[int, ...]  # sampling ends after one of these; it is part of the result
     temperature: float
     seed: int | None = None  # None: the engine's own stream
+    interruptible: bool = False  # an update need not wait for it: it then ends early, with stop reason "interrupted"
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,14 @@ class TurnResult:
 
     token_ids: tuple[int, ...]  # [T] new tokens only, the stop token included
     logp: tuple[float, ...]  # [T] log-prob under the distribution sampled from (temperature applied), nats
-    stop_reason: str  # "stop" | "length" | "abort"
+    stop_reason: str  # "stop" | "length" | "abort" | "interrupted" (by an update: the rest can be asked for)
     version: PolicyVersion  # weights that sampled it
     routes: TokenRoutes | None = None  # of the request's tokens and the new ones but the last, which was never run; None: not asked for
 
     def check(self) -> None:
         if len(self.token_ids) != len(self.logp):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logp)} log-probs")
-        if self.stop_reason not in ("stop", "length", "abort"):
+        if self.stop_reason not in ("stop", "length", "abort", "interrupted"):
             raise ValueError(f"unknown stop reason {self.stop_reason!r}")
 
 
@@ -88,6 +90,14 @@ class RewardPart:
 
 
 @dataclass(frozen=True)
+class VersionRun:
+    """So many sampled tokens in a row are of one policy."""
+
+    version: PolicyVersion
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One finished conversation with its reward. What is trained is exactly what was sampled."""
 
@@ -96,7 +106,7 @@ class Rollout:
     token_ids: tuple[int, ...]  # [T] the whole conversation, append-only over turns
     sampled: tuple[bool, ...]  # [T] True where the engine sampled the token (these are trained)
     logp: tuple[float, ...]  # [T] the engine's log-prob where sampled, 0.0 elsewhere, nats
-    versions: tuple[PolicyVersion, ...]  # one per assistant turn
+    versions: tuple[VersionRun, ...]  # of the sampled tokens, in their order; two neighbours differ, within a turn too
     num_tool_calls: int
     stop_reason: str  # "final" | "malformed" | "length" (turn too long) | "context" (conversation too long) | "max_turns" | "aborted"
     answer: str | None  # as parsed from the final channel
@@ -117,6 +127,11 @@ class Rollout:
             raise ValueError(f"rollout {self.prompt.id}#{self.index}: a log-prob on a token that was not sampled")
         if self.sampled and self.sampled[0]:
             raise ValueError(f"rollout {self.prompt.id}#{self.index}: the first token cannot be sampled")
+        counted, sampled = sum(run.num_tokens for run in self.versions), sum(self.sampled)
+        if counted != sampled or any(run.num_tokens < 1 for run in self.versions):
+            raise ValueError(f"rollout {self.prompt.id}#{self.index}: {sampled} sampled tokens, but policy versions {self.versions}")
+        if any(one.version == next_.version for one, next_ in pairwise(self.versions)):
+            raise ValueError(f"rollout {self.prompt.id}#{self.index}: neighbours of one policy version in {self.versions}")
 
 
 @dataclass(frozen=True)

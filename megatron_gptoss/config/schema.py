@@ -49,6 +49,11 @@ class RunConfig(Section):
         default=True,
         description="write rollouts/step-N.scores.jsonl too: the advantage and the trainer's log-prob of every trained token",
     )
+    trace_steps: NonNegative = Field(
+        default=0,
+        description="steps of which trace.json shows where the time went, in driver, trainer and engines; the last ones of the run. The "
+        "trainer then waits for its GPU at the borders of what is measured. 0: none",
+    )
     eval_every: NonNegative = Field(default=10, description="steps between held-out evaluations; 0: only at start and end")
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per periodic evaluation; 0: none")
     final_eval_prompts: NonNegative = Field(default=300, description="held-out prompts at the start and at the end")

@@ -50,6 +50,8 @@ from megatron_gptoss.obs.run_dir import (
     torn_since,
     write_atomic,
 )
+from megatron_gptoss.obs.spans import FOLDER as TRACE_FOLDER
+from megatron_gptoss.obs.spans import SPANS, TRACE, table_rows, write_trace
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.samples import by_sample
@@ -76,7 +78,8 @@ class Clock:
     def __call__(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with SPANS(part):
+                yield
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
@@ -173,6 +176,28 @@ class Session:
             "weight_sync": "inline",
         }
 
+    # -- where the time goes -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _traced(self) -> bool:
+        return self.config.run.trace_steps > 0
+
+    @property
+    def _trace_folder(self) -> Path:
+        return self.dir.path / TRACE_FOLDER
+
+    def start_trace(self) -> None:
+        """The driver's own spans; trainer and engines are told of it when they are made."""
+        if self._traced:
+            SPANS.open(self._trace_folder / "driver.jsonl")
+            self.ending.callback(SPANS.close)
+
+    def show_trace(self) -> None:
+        """Where the time of the last steps went, on the terminal and in trace.json."""
+        if self._traced and (found := write_trace(self.dir.path, self.config.run.trace_steps)):
+            self.console.table("where the time of a step goes", table_rows(found))
+            self.console.say(f"trace      {self.dir.path / TRACE}, for ui.perfetto.dev or chrome://tracing")
+
     # -- start and stop ------------------------------------------------------------------------------------------------------------------
 
     def start_ray(self, *, num_actors: int) -> None:
@@ -228,6 +253,7 @@ class Session:
             num_ports=c.cluster.num_ports,
             use_gpu=plan.device == "cuda",
             log_dir=str(self.dir.logs.absolute()),
+            trace_dir=str(self._trace_folder.absolute()) if self._traced else "",
         )
         resources = RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus)
         self.trainer = TrainingWorld(settings, resources, [self.nodes[node] for node in plan.placement.trainer])
@@ -263,6 +289,7 @@ class Session:
                 max_model_len=plan.engine_max_model_len,
                 max_running=plan.engine_max_running,
                 log_path=str((self.dir.logs / f"{name}.log").absolute()),
+                trace_path=str((self._trace_folder / f"{name}.jsonl").absolute()) if self._traced else "",
                 kv_cache_gib=c.rollout.kv_cache_gib,
                 gpu_memory_fraction=c.rollout.gpu_memory_fraction,
                 gpu_kv_cache_gib=c.rollout.gpu_kv_cache_gib,
@@ -384,6 +411,7 @@ class Session:
                 )
             )
 
+    @SPANS("pack")
     def pack(self, samples: Sequence[Sample], *, minibatches: int = 1) -> list[list[list[MicroBatch]]]:
         """`result[m][rank]` are the microbatches of update m."""
         return pack_step(

@@ -20,12 +20,14 @@ from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.loop.worst import write_worst
 from megatron_gptoss.obs.plan_table import plan_rows
 from megatron_gptoss.obs.report import write_report
+from megatron_gptoss.obs.spans import SPANS, STEP
 from megatron_gptoss.rl.advantages import AdvantageRule, Kept, keep_informative
 from megatron_gptoss.rl.kl_reward import kl_rewards
 from megatron_gptoss.rl.samples import by_sample, is_trained, make_samples
 from megatron_gptoss.rl.value_loss import value_figures
 from megatron_gptoss.rollout.archive import write_archive
 from megatron_gptoss.rollout.scores import write_scores
+from megatron_gptoss.rollout.versions import lags
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.types import CriticStats, MicroBatch, RolloutGroup, Sample, StepStats
 
@@ -35,6 +37,7 @@ NO_VALUES = AdvantageRule("group-mean")  # makes samples when advantages do not 
 
 def run_training(loaded: Loaded, plan: RunPlan) -> None:
     with open_session(loaded, plan, "train") as session:
+        session.start_trace()
         start(session)
         for step in steps(session):
             groups = take_rollouts(session, step)
@@ -75,7 +78,8 @@ def steps(session: Session) -> Iterator[int]:
         session.stop_if_asked()
         session.clock.take()
         session.step_began = time.perf_counter()
-        yield step
+        with SPANS(f"{STEP}{step}"):
+            yield step
 
 
 def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
@@ -90,7 +94,8 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
             words=f"step {step}: rollouts",
             routes=session.config.rl.router_replay == "engine",
         )
-    write_archive(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
+    with SPANS("archive"):
+        write_archive(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
     session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + len(prompts))
     return groups
 
@@ -177,11 +182,11 @@ def publish(session: Session, stats: StepStats | None) -> None:
     session.progress = replace(session.progress, policy_version=version)
 
 
+@SPANS("record")
 def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None) -> None:
     values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics()
     updated_from = session.progress.policy_version - (stats is not None and stats.num_updates > 0)
-    lags = [updated_from - version for g in groups for r in g.rollouts for version in r.versions]
-    values["rollout/lag_mean"] = sum(lags) / len(lags) if lags else 0.0  # policy versions between sampling and training
+    values["rollout/lag_mean"], values["rollout/lag_max"] = lags([r for g in groups for r in g.rollouts], updated_from)
     seconds = session.clock.take()
     for part in ("rollout", "score", "update", "sync"):
         values[f"time/{part}_s"] = seconds.get(part, 0.0)
@@ -260,6 +265,7 @@ def step_metrics(stats: StepStats | None) -> dict[str, float]:
     return values | ({"grad/norm": stats.grad_norm} if stats.num_updates or stats.skipped else {})
 
 
+@SPANS("save and evaluate")
 def save_and_evaluate_if_due(session: Session, step: int) -> None:
     """Evaluates before it saves: what a checkpoint says is finished has been measured too, so a resumed run misses nothing."""
     run = session.config.run
@@ -278,6 +284,7 @@ def finish(session: Session) -> None:
     session.finish_save()
     picture = session.dir.path / "report.png"
     write_report(session.dir.path, picture)
+    session.show_trace()
     session.console.say(f"picture    {picture}")
     session.console.say(f"metrics    {session.dir.metrics_file}")
     session.console.say(f"rollouts   {session.dir.rollouts}")

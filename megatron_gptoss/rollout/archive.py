@@ -19,6 +19,7 @@ from megatron_gptoss.errors import DataError
 from megatron_gptoss.obs.disk import disk_errors
 from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
 from megatron_gptoss.rollout.routes import routes_from_json, routes_to_json
+from megatron_gptoss.rollout.versions import versions_from_json, versions_to_json
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
 
 
@@ -77,7 +78,7 @@ def _to_json(step: int, group: int, rollout: Rollout, tokenizer: Tokenizer) -> d
         "labels": list(rollout.labels),
         "stop_reason": rollout.stop_reason,
         "num_tool_calls": rollout.num_tool_calls,
-        "versions": list(rollout.versions),
+        "versions": versions_to_json(rollout.versions),
         "text": tokenizer.decode(rollout.token_ids),
         "token_ids": list(rollout.token_ids),
         "sampled": [int(flag) for flag in rollout.sampled],
@@ -87,13 +88,14 @@ def _to_json(step: int, group: int, rollout: Rollout, tokenizer: Tokenizer) -> d
 
 
 def _from_json(value: dict[str, Any]) -> tuple[int, Rollout]:
+    sampled = tuple(bool(flag) for flag in value["sampled"])
     rollout = Rollout(
         prompt=Prompt(value["prompt_id"], value["task"], value["prompt"], value["gold"]),
         index=value["index"],
         token_ids=tuple(value["token_ids"]),
-        sampled=tuple(bool(flag) for flag in value["sampled"]),
+        sampled=sampled,
         logp=tuple(_float(number) for number in value["logp"]),
-        versions=tuple(value["versions"]),
+        versions=versions_from_json(value["versions"], sampled),
         num_tool_calls=value["num_tool_calls"],
         stop_reason=value["stop_reason"],
         answer=value["answer"],

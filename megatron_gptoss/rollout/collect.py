@@ -1,8 +1,8 @@
 """Rollouts: every conversation of a step, from its prompt to its reward, all at once.
 
 In: prompts, a pool that samples turns, a task. Out: one `RolloutGroup` per prompt, in the order of the prompts. Token ids only grow: what
-the engine sampled is kept as it is and never tokenized again, so what is trained is what was sampled. It does not choose prompts, filter
-groups or restart engines.
+the engine sampled is kept as it is and never tokenized again, so what is trained is what was sampled. A turn that an update of the weights
+interrupts keeps its tokens, and the new policy is asked for the rest of it. It does not choose prompts, filter groups or restart engines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_gptoss.data.prompts import require_room
 from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import EngineFailed, GptossError, RunFailed
 from megatron_gptoss.rollout.routes import add_turn
+from megatron_gptoss.rollout.versions import runs_of
 from megatron_gptoss.tasks.base import Conversation, Task, Verdict
 from megatron_gptoss.types import PolicyVersion, Prompt, Rollout, RolloutGroup, TokenRoutes, TurnRequest, TurnResult
 
@@ -63,7 +64,8 @@ async def collect(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of every prompt, with `progress(done, total)` after each. `version`: the policy that must have sampled every
-    turn, None to accept any. `routes`: keep which experts the engine sent each token to. Prompt ids must be unique.
+    turn, None to accept any; then updates may interrupt turns, unless `routes` are kept, which an interrupted turn comes without.
+    `routes`: keep which experts the engine sent each token to. Prompt ids must be unique.
 
     The first failure cancels the other conversations and is raised: what the pool raises; EngineFailed for a turn sampled by another
     policy, or without the routes it should have; ConfigError for a prompt that leaves no room to answer; RunFailed, naming prompt and
@@ -127,6 +129,11 @@ class _Common:
     call: int
     threads: ThreadPoolExecutor
 
+    @property
+    def interruptible(self) -> bool:
+        """Neither a seed nor routes could be carried over to the rest of a turn."""
+        return self.version is None and not self.limits.seeded and not self.wants_routes
+
 
 @dataclass
 class _Walk:
@@ -138,7 +145,7 @@ class _Walk:
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    versions: list[PolicyVersion] = field(default_factory=list)
+    versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # of each sampled part of a turn, with its number of tokens
     num_tool_calls: int = 0
     routes: TokenRoutes | None = None
 
@@ -152,12 +159,12 @@ class _Walk:
         stops = turn_stop_tokens(opening, tokenizer)
         for turn in range(limits.max_turns):
             room = limits.max_sequence_tokens - len(self.token_ids)
-            result = await self._sample(turn, min(limits.max_turn_tokens, room), stops)
-            if result.stop_reason == "abort":
+            token_ids, stop_reason = await self._sample(turn, min(limits.max_turn_tokens, room), stops)
+            if stop_reason == "abort":
                 return self._cut(conversation, "aborted")
-            if result.stop_reason == "length":
+            if stop_reason == "length":
                 return self._cut(conversation, "length" if room >= limits.max_turn_tokens else "context")
-            parsed = parse_turn(result.token_ids, tokenizer)
+            parsed = parse_turn(token_ids, tokenizer)
             last = turn == limits.max_turns - 1
             if last and parsed.kind == "call":
                 break  # nobody would read the tool's answer
@@ -175,31 +182,47 @@ class _Walk:
             self._append(answer)
         return self._cut(conversation, "max_turns")
 
-    async def _sample(self, turn: int, max_new_tokens: int, stops: tuple[int, ...]) -> TurnResult:
-        common = self.common
+    async def _sample(self, turn: int, max_new_tokens: int, stops: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """One assistant turn, in as many parts as updates make of it. Returns its tokens and why it ended."""
+        common, start = self.common, len(self.token_ids)
         conversation_id = f"{common.call}/step{common.step}/{self.prompt.id}/{self.index}"
-        request = TurnRequest(
-            request_id=f"{conversation_id}/{turn}",
-            conversation_id=conversation_id,
-            token_ids=tuple(self.token_ids),
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stops,
-            temperature=common.limits.temperature,
-            seed=turn_seed(common.run_seed, common.step, self.prompt.id, self.index, turn) if common.limits.seeded else None,
-        )
-        result = await common.pool.generate(request)
+        for part in itertools.count():
+            room = start + max_new_tokens - len(self.token_ids)
+            request = TurnRequest(
+                request_id=f"{conversation_id}/{turn}" + (f".part{part}" if part else ""),
+                conversation_id=conversation_id,
+                token_ids=tuple(self.token_ids),
+                max_new_tokens=room,
+                stop_token_ids=stops,
+                temperature=common.limits.temperature,
+                seed=turn_seed(common.run_seed, common.step, self.prompt.id, self.index, turn) if common.limits.seeded else None,
+                interruptible=common.interruptible,
+            )
+            result = await common.pool.generate(request)
+            self._keep(request, result)
+            if result.stop_reason != "interrupted":
+                return tuple(self.token_ids[start:]), result.stop_reason
+            if len(result.token_ids) == room:
+                break  # it had nothing left to say
+        return tuple(self.token_ids[start:]), "length"
+
+    def _keep(self, request: TurnRequest, result: TurnResult) -> None:
+        """The tokens of a turn, or of a part of it."""
+        common = self.common
         result.check()
-        if len(result.token_ids) > max_new_tokens:
-            raise EngineFailed(f"{request.request_id}: asked for at most {max_new_tokens} tokens, got {len(result.token_ids)}")
+        if len(result.token_ids) > request.max_new_tokens:
+            raise EngineFailed(f"{request.request_id}: asked for at most {request.max_new_tokens} tokens, got {len(result.token_ids)}")
         if common.version is not None and result.version != common.version:
             raise EngineFailed(f"{request.request_id}: sampled by policy version {result.version}, not {common.version}")
+        if result.stop_reason == "interrupted" and not request.interruptible:
+            raise EngineFailed(f"{request.request_id}: the engine interrupted a turn that has to be whole")
         if common.wants_routes:
-            self.routes = add_turn(self.routes, request, result)
-        self.versions.append(result.version)
+            same_policy = not self.versions or self.versions[-1][0] == result.version
+            self.routes = add_turn(self.routes, request, result, same_policy=same_policy)
+        self.versions.append((result.version, len(result.token_ids)))
         self.token_ids += result.token_ids
         self.sampled += [True] * len(result.token_ids)
         self.logp += result.logp
-        return result
 
     def _append(self, token_ids: Sequence[int]) -> None:
         """Tokens that were not sampled."""
@@ -219,7 +242,7 @@ class _Walk:
             token_ids=tuple(self.token_ids),
             sampled=tuple(self.sampled),
             logp=tuple(self.logp),
-            versions=tuple(self.versions),
+            versions=runs_of(self.versions),
             num_tool_calls=self.num_tool_calls,
             stop_reason=stop_reason,
             answer=verdict.answer,

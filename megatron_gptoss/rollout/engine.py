@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.config.placement import Place
+from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rollout.routes import token_routes
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
@@ -49,6 +50,7 @@ class EngineSettings:
     gpu_memory_fraction: float = 0.85  # GPU only
     gpu_kv_cache_gib: float = 0.0  # GPU only; 0.0: what the fraction leaves
     deterministic: bool = False  # one sequence at a time, a seed per request, no prefix cache
+    trace_path: str = ""  # file for the spans of this engine; "": none
     experts_to_tell: int = 0  # of a layer; turns then tell which of them each token went to. 0: turns tell nothing
     seed: int = 0
     num_cpus: float = 1.0  # for placement
@@ -82,6 +84,8 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         send_output_to(settings.log_path)
+        if settings.trace_path:
+            SPANS.open(Path(settings.trace_path))
         self.settings = settings
         self.held = HeldWeights(NO_WEIGHTS, 0, 0)
         self.gate = UpdateGate()
@@ -129,8 +133,9 @@ class Engine:
                 raise WeightsRefused("the engine holds no whole policy; publish one first")
             final = None
             try:
-                async for output in self.llm.generate({"prompt_token_ids": list(request.token_ids)}, params, request.request_id):
-                    final = output
+                with SPANS("turn", beside=True):
+                    async for output in self.llm.generate({"prompt_token_ids": list(request.token_ids)}, params, request.request_id):
+                        final = output
             except EngineDeadError as error:
                 # vLLM's exception would make the driver import vLLM to read it.
                 raise EngineDied(f"vLLM's engine core died: {error}") from None

@@ -4,7 +4,8 @@ In: what vLLM returns as `routed_experts`, turn after turn. Out: `TokenRoutes` o
 
 A later turn tells of the whole prefix again. From the prefix cache it has the very rows that an earlier turn wrote; where the prefix was
 run again, rounding may have sent a token elsewhere. The first account stays: with it the log-prob of the token after was sampled, and that
-is what the trainer has to match. What is different in a later one is counted.
+is what the trainer has to match. What is different in a later one is counted, but not across an update of the weights, where it is no
+rounding. A turn that an update interrupts tells no routes, so turns whose routes are wanted are not interrupted (collect.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def token_routes(routed: Any, num_experts: int) -> TokenRoutes | None:
     return TokenRoutes(np.ascontiguousarray(routed, dtype=np.uint8).tobytes(), num_layers, top_k, num_experts)
 
 
-def add_turn(known: TokenRoutes | None, request: TurnRequest, result: TurnResult) -> TokenRoutes | None:
-    """The conversation's routes after one more turn. Rows that are missing in `known` are taken from the turn.
+def add_turn(known: TokenRoutes | None, request: TurnRequest, result: TurnResult, *, same_policy: bool = True) -> TokenRoutes | None:
+    """The conversation's routes after one more turn. Rows that are missing in `known` are taken from the turn. `same_policy`: the turn
+    before was sampled by it too.
 
     Raises EngineFailed when the turn tells of other tokens than it ran, of none at all, or of experts that there are not.
     """
@@ -57,7 +59,7 @@ def add_turn(known: TokenRoutes | None, request: TurnRequest, result: TurnResult
     elsewhere_TL = in_both_TL & (np.sort(earlier_TLK, -1) != np.sort(again_TLK, -1)).any(-1)
     kept_TLK = np.where(earlier_TLK.any(-1, keepdims=True), earlier_TLK, again_TLK)
     whole = np.concatenate([kept_TLK, later_TLK[known.num_tokens :]])
-    return replace(known, experts=whole.tobytes(), num_rerouted=known.num_rerouted + int(elsewhere_TL.sum()))
+    return replace(known, experts=whole.tobytes(), num_rerouted=known.num_rerouted + same_policy * int(elsewhere_TL.sum()))
 
 
 def _rows(routes: TokenRoutes) -> np.ndarray:

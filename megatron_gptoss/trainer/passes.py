@@ -31,6 +31,7 @@ from megatron_gptoss.checkpoint.training_state import random_state
 from megatron_gptoss.config.schema import OptimizerFields, TrainerConfig
 from megatron_gptoss.errors import TrainerFailed
 from megatron_gptoss.model.gpt_oss import GptOssModel, Head, packed_params
+from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.parallel.context import LocalBatch, take_shard
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.aggregate import UpdateTotals, count
@@ -117,18 +118,19 @@ class TrainedModel:
             def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 return use(j, local, scores), torch.tensor(local.target_M.numel(), dtype=torch.int, device=self.device), {}
 
-            with around(j) if around is not None else nullcontext():
+            with around(j) if around is not None else nullcontext(), SPANS("forward"):
                 return self._forward(local, temperature, model), loss
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(range(len(minibatch))),
-            model=[self.model],
-            num_microbatches=len(minibatch),
-            seq_length=0,  # stages tell each other the shapes
-            micro_batch_size=1,
-            forward_only=not backward,
-        )
+        with SPANS("forward, loss and backward" if backward else "scores"):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(range(len(minibatch))),
+                model=[self.model],
+                num_microbatches=len(minibatch),
+                seq_length=0,  # stages tell each other the shapes
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
 
     def _forward(self, batch: LocalBatch, temperature: float, model: torch.nn.Module) -> Tensor:
         """What is said of the predicted tokens, M on the last axis. On a pipeline stage that is not the last, hidden states."""
@@ -224,7 +226,8 @@ class TrainedModel:
         if not bool(torch.isfinite(sums).all()):
             return float("nan"), False
         self.schedule.step(increment=1)
-        result = guarded_step(self.optimizer)
+        with SPANS("optimizer"):
+            result = guarded_step(self.optimizer)
         if not result.stepped:
             self.schedule.step(increment=-1)  # an update that was not made does not count
         return result.grad_norm, result.stepped

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_gptoss.config.placement import Place
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, OptimizerFields, RlConfig, TrainerConfig
+from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.trainer.how import CriticSettings
 from megatron_gptoss.types import PeakMemory
@@ -63,6 +64,7 @@ class TrainerSettings:
     num_ports: int
     use_gpu: bool
     log_dir: str
+    trace_dir: str = ""  # folder for each rank's spans; "": none
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class TrainerWorker:
         else:
             self.trainer.load_hf(self._first_tensors())
         self.trainer.weights_changed()
+        if s.trace_dir:
+            SPANS.open(Path(s.trace_dir) / f"trainer-{self.rank}.jsonl", barrier=torch.cuda.synchronize if s.use_gpu else None)
         if s.keep_reference:
             self.trainer.keep_reference()
         self.critic = self._make_critic(s.critic) if s.critic is not None else None
@@ -180,7 +184,8 @@ class TrainerWorker:
         return scores if self.rank == shape.first_rank(shape.data_index(self.rank)) else []
 
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None) -> StepStats:
-        return self._own_scores(self.trainer.update(minibatches, how, old))
+        with SPANS("update"):
+            return self._own_scores(self.trainer.update(minibatches, how, old))
 
     def values(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor]]:
         """As `score`: of the ranks that share a model only the first answers."""

@@ -14,7 +14,8 @@ from megatron_gptoss.config.schema import Config, TokenizerConfig
 from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import DataError, MachineError
 from megatron_gptoss.rollout.archive import read_archive, write_archive
-from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
+from megatron_gptoss.rollout.versions import runs_of
+from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup, VersionRun
 
 TINY = load_tokenizer(Config(tokenizer=TokenizerConfig(name="tiny")))
 ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(["\ud800", "\u2028", "\n", '"'])
@@ -31,7 +32,7 @@ def rollouts(draw, prompt: Prompt):
         token_ids=tuple(token for token, _, _ in tokens),
         sampled=sampled,
         logp=tuple(number if flag else 0.0 for (_, _, number), flag in zip(tokens, sampled, strict=True)),
-        versions=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+        versions=runs_of((draw(st.integers(0, 9)), 1) for flag in sampled if flag),
         num_tool_calls=draw(st.integers(0, 5)),
         stop_reason=draw(st.sampled_from(["final", "length"])),
         answer=draw(st.none() | ANY_TEXT),
@@ -65,7 +66,7 @@ ROLLOUT = Rollout(
     token_ids=(1, 8, 6),
     sampled=(False, True, True),
     logp=(0.0, -0.1, -1e-300),
-    versions=(4,),
+    versions=(VersionRun(4, 2),),
     num_tool_calls=0,
     stop_reason="final",
     answer="380",
@@ -73,6 +74,12 @@ ROLLOUT = Rollout(
     reward_parts=(RewardPart("right", 1.0),),
     labels=("no-call", "right"),
 )
+
+
+TWO_TURNS = replace(
+    ROLLOUT, token_ids=(1, 8, 6, 2, 3), sampled=(False, True, True, False, True), logp=(0.0, -0.1, -0.2, 0.0, -0.3),
+    versions=(VersionRun(4, 3),),
+)  # fmt: skip
 
 
 def test_two_groups_of_one_prompt_stay_two(tmp_path):
@@ -87,8 +94,26 @@ def test_a_person_can_read_it(tmp_path):
     read = json.loads(line)
     assert read["text"] == TINY.decode((1, 8, 6))
     wanted = {"step": 7, "prompt": "(37+58)*4", "gold": "380", "answer": "380", "reward": 1.0, "stop_reason": "final"}
-    wanted |= {"sampled": [0, 1, 1], "versions": [4], "reward_parts": [{"name": "right", "value": 1.0}], "labels": ["no-call", "right"]}
+    wanted |= {
+        "sampled": [0, 1, 1],
+        "versions": [[4, 2]],
+        "reward_parts": [{"name": "right", "value": 1.0}],
+        "labels": ["no-call", "right"],
+    }
     assert {key: read[key] for key in wanted} == wanted
+
+
+def test_an_old_archive_has_a_version_an_assistant_turn(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_archive(path, 0, [RolloutGroup(PROMPT, (TWO_TURNS,))], TINY)
+    line = json.loads(path.read_text())
+    for versions, runs in (
+        ([4, 4], (VersionRun(4, 3),)),
+        ([4, 5], (VersionRun(4, 2), VersionRun(5, 1))),
+        ([4, 4, 4], (VersionRun(4, 3),)),  # a third turn that was aborted before its first token
+    ):
+        path.write_text(json.dumps(line | {"versions": versions}))
+        assert read_archive(path)[0].rollouts[0] == replace(TWO_TURNS, versions=runs)
 
 
 def test_numbers_that_are_not_finite_are_kept_in_strict_json(tmp_path):
@@ -135,6 +160,9 @@ def test_a_full_disk_is_a_machine_error_and_leaves_the_old_file(tmp_path, monkey
         (lambda line: line.replace('"sampled": [0, 1, 1]', '"sampled": [0, 1]'), r"a.jsonl:2: .*3 tokens, 2 flags"),
         (lambda line: line.replace('"logp": [0.0', '"logp": ["zero"'), r"a.jsonl:2: .*could not convert string to float"),
         (lambda line: line.replace('"logp": [0.0', '"logp": [[0.0]'), r"a.jsonl:2: this line is not a rollout"),
+        (lambda line: line.replace('"versions": [[4, 2]]', '"versions": [[4, 1]]'), r"a.jsonl:2: .*2 sampled tokens, but policy versions"),
+        (lambda line: line.replace('"versions": [[4, 2]]', '"versions": [[4, 1], [4, 1]]'), r"a.jsonl:2: .*neighbours of one policy"),
+        (lambda line: line.replace('"versions": [[4, 2]]', '"versions": [4, 4, 4]'), r"a.jsonl:2: .*3 policy versions for 1 assistant"),
         (lambda line: line.replace("(37+58)*4", "(37+58)*5"), r"a.jsonl:2: .*group 0 has rollouts of two prompts"),
     ],
 )

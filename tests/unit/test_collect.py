@@ -14,9 +14,10 @@ from megatron_gptoss.data.harmony import Message
 from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import ConfigError, EngineFailed, RunFailed
 from megatron_gptoss.rollout.collect import CollectLimits, collect, turn_seed
+from megatron_gptoss.rollout.versions import continued_turns, token_versions
 from megatron_gptoss.tasks.arithmetic import Arithmetic, calculate
 from megatron_gptoss.tasks.base import Verdict
-from megatron_gptoss.types import Prompt, TurnRequest, TurnResult
+from megatron_gptoss.types import Prompt, TurnRequest, TurnResult, VersionRun
 
 TINY = load_tokenizer(Config(tokenizer=TokenizerConfig(name="tiny")))
 LIMITS = CollectLimits(max_turns=5, max_turn_tokens=28, max_sequence_tokens=200, temperature=1.0, seeded=False)
@@ -92,7 +93,7 @@ def test_a_right_conversation_is_the_recipes_and_holds_what_was_sampled():
     assert (len(rollout.token_ids), sum(rollout.sampled)) == (76, 32)
     assert (rollout.reward, rollout.stop_reason, rollout.num_tool_calls, rollout.answer) == (1.0, "final", 2, "380")
     assert rollout.labels == ("called-both", "right")
-    assert rollout.versions == (3, 3, 3)
+    assert rollout.versions == (VersionRun(3, 32),)
     # Trained == sampled: the sampled tokens, in order, are the engine's, with the engine's log-probs.
     results = [pool.results[r.request_id] for r in pool.requests]
     assert [t for t, s in zip(rollout.token_ids, rollout.sampled, strict=True) if s] == [t for r in results for t in r.token_ids]
@@ -135,12 +136,88 @@ def test_how_conversations_end(speak, stop_reason, labels, sampled):
 def test_a_call_in_the_last_turn_is_not_run():
     rollout = one(ScriptedPool(lambda text: CALL % "1+1"))
     assert rollout.num_tool_calls == 4
-    assert len(rollout.versions) == 5
+    assert rollout.versions == (VersionRun(3, 5 * 11),)
 
 
 def test_an_aborted_turn_ends_the_conversation():
     rollout = one(ScriptedPool(lambda text: TurnResult((9, 9), (-1.0, -1.0), "abort", 0)))
     assert (rollout.stop_reason, sum(rollout.sampled)) == ("aborted", 2)
+
+
+class UpdatingPool(ScriptedPool):
+    """Before the tokens at `cuts` (of all that it samples) the policy changes, and the turn is interrupted where it may be."""
+
+    def __init__(self, cuts: set[int], **more) -> None:
+        super().__init__(**more)
+        self.cuts, self.sampled = cuts, 0
+        self.told: list[TurnResult] = []
+
+    async def generate(self, request: TurnRequest) -> TurnResult:
+        said = re.sub(r"^.*assistant", "", TINY.decode(request.token_ids), flags=re.DOTALL)
+        start = request.token_ids[: len(request.token_ids) - len(ids_of(said))]  # the turn's beginning may have been sampled already
+        whole = await super().generate(replace(request, token_ids=start, max_new_tokens=request.max_new_tokens + len(ids_of(said))))
+        rest = whole.token_ids[len(ids_of(said)) :]
+        reason, version, taken = whole.stop_reason, self.version, len(rest)
+        for n in range(len(rest)):
+            if self.sampled + n in self.cuts:
+                assert request.interruptible
+                self.cuts.discard(self.sampled + n)
+                self.version, taken, reason = self.version + 1, n, "interrupted"
+                break
+        logp = tuple(-float(self.sampled + n) for n in range(taken))
+        self.sampled += taken
+        self.told.append(TurnResult(rest[:taken], logp, reason, version))
+        return self.told[-1]
+
+
+@pytest.mark.parametrize("cuts", [set(), {0}, {5}, {5, 6, 7}, {0, 12, 13, 31}, {1, 2, 3, 12, 25, 26}, set(range(32))])
+def test_a_turn_that_updates_interrupt_goes_on_and_every_token_keeps_its_log_prob_and_its_policy(cuts):
+    prompt = Prompt("p", "arithmetic", "(37+58)*4", "380")
+    whole = one(ScriptedPool(), prompts=[prompt])
+    pool = UpdatingPool(set(cuts))
+    rollout = one(pool, prompts=[prompt])
+    assert (rollout.token_ids, rollout.sampled, rollout.reward) == (whole.token_ids, whole.sampled, 1.0), "as if nothing had happened"
+    assert [v for v, flag in zip(rollout.logp, rollout.sampled, strict=True) if flag] == [-float(n) for n in range(32)]
+    assert list(token_versions(rollout)) == [3 + sum(cut <= n for cut in cuts) for n in range(32)]
+    # Every part is asked for with all that was sampled before it, and with what is left of the turn's limit.
+    for request in pool.requests:
+        assert rollout.token_ids[: len(request.token_ids)] == request.token_ids
+    asked = [request.request_id for request in pool.requests]
+    assert len(set(asked)) == len(asked) == 3 + len(cuts) and len({request.conversation_id for request in pool.requests}) == 1
+
+
+def test_continued_turns_are_those_of_two_policies():
+    prompt = Prompt("p", "arithmetic", "(37+58)*4", "380")
+    turns = [len(ids_of(CALL % "37+58")), len(ids_of(CALL % "95*4"))]
+    for cuts, continued in (({0}, 0), ({turns[0]}, 0), ({1, 2}, 1), ({1, turns[0] + 1}, 2), ({1, sum(turns), sum(turns) + 1}, 2)):
+        assert continued_turns(one(UpdatingPool(cuts), prompts=[prompt])) == continued
+
+
+def test_an_interruption_takes_nothing_from_the_turns_limit():
+    """28 tokens are allowed: the stop token as the 28th ends the turn, and without it the turn is too long, wherever it was interrupted."""
+    for cut in (1, 14, 27):
+        enough = UpdatingPool({cut}, speak=lambda text: "<|channel|>final<|message|>" + "5" * 24 + "<|return|>")
+        assert one(enough).stop_reason == "final"
+        long = UpdatingPool({cut}, speak=lambda text: "<|channel|>final<|message|>" + "5" * 25 + "<|return|>")
+        rollout = one(long)
+        assert (rollout.stop_reason, sum(rollout.sampled)) == ("length", 28)
+    full = TurnResult((9,) * 28, (-1.0,) * 28, "interrupted", 0)  # nothing is left to ask for
+    assert one(ScriptedPool(lambda text: full)).stop_reason == "length"
+
+
+def test_what_has_to_be_whole_is_not_interrupted():
+    """A turn of one policy, with a seed, or with its routes."""
+    for more in ({"version": 3}, {"limits": replace(LIMITS, seeded=True)}):
+        pool = ScriptedPool()
+        one(pool, **more)
+        assert not any(request.interruptible for request in pool.requests)
+        said = TurnResult((9,), (-1.0,), "interrupted", 3)
+        with pytest.raises(EngineFailed, match="interrupted a turn that has to be whole"):
+            one(ScriptedPool(lambda text, said=said: said), **more)
+    pool = ScriptedPool()
+    with pytest.raises(EngineFailed, match="returned no routes"):
+        one(pool, routes=True)
+    assert not pool.requests[0].interruptible
 
 
 @pytest.mark.parametrize("limit", range(24, 77))
@@ -256,7 +333,7 @@ def test_a_cancelled_step_leaves_nothing_running():
 
 
 def test_a_turn_of_another_policy_is_refused():
-    assert one(ScriptedPool(version=4), version=4).versions == (4, 4, 4)
+    assert [run.version for run in one(ScriptedPool(version=4), version=4).versions] == [4]
     with pytest.raises(EngineFailed, match=r"sampled by policy version 3, not 4"):
         one(ScriptedPool(version=3), version=4)
 
@@ -302,7 +379,7 @@ def test_a_task_that_never_ends_is_cut_at_the_last_turn():
         return [Message("tool", calculate("1+1"), "commentary", "assistant", author_name="functions.calc")]
 
     rollout = one(ScriptedPool(lambda text: FINAL % "5"), task=OddTask(again))
-    assert (rollout.stop_reason, len(rollout.versions), rollout.num_tool_calls) == ("max_turns", 5, 0)
+    assert (rollout.stop_reason, sum(rollout.sampled), rollout.num_tool_calls) == ("max_turns", 5 * 5, 0)
 
 
 def test_slow_replies_do_not_hold_each_other_up():

@@ -18,6 +18,7 @@ from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import ConfigError, DataError
 from megatron_gptoss.model import reference
 from megatron_gptoss.rollout.archive import write_archive
+from megatron_gptoss.rollout.versions import runs_of
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
 from tests.helpers.checkpoints import write_source
 from tests.helpers.tiny_model import TINY, strong_tensors
@@ -42,7 +43,8 @@ logprobs, runs = tool("compare_logprobs"), tool("compare_runs")
 def rollout(index, ids, sampled, logp):
     return Rollout(
         prompt=Prompt("p", "arithmetic", "1+1", "2"), index=index, token_ids=tuple(ids), sampled=tuple(sampled), logp=tuple(logp),
-        versions=(0,), num_tool_calls=0, stop_reason="final", answer="2", reward=1.0, reward_parts=(RewardPart("right", 1.0),),
+        versions=runs_of([(0, sum(sampled))]), num_tool_calls=0, stop_reason="final", answer="2", reward=1.0,
+        reward_parts=(RewardPart("right", 1.0),),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from megatron_gptoss.parallel.packing import pack, pack_step
 from megatron_gptoss.rl.advantages import AdvantageRule
 from megatron_gptoss.rl.samples import by_sample, make_samples
 from megatron_gptoss.rl.value_loss import value_figures
+from megatron_gptoss.rollout.versions import runs_of
 from megatron_gptoss.types import CriticStats, MicroBatch, Prompt, Rollout, RolloutGroup, StepStats
 from tests.helpers.critics import critic, valued
 from tests.helpers.training import MILD, samples, trainer
@@ -237,8 +238,8 @@ def rollout(prompt: str, index: int, reward: float, sampled: str) -> Rollout:
     flags = tuple(c == "x" for c in sampled)
     return Rollout(
         prompt=Prompt(prompt, "arithmetic", "1+1", "2"), index=index, token_ids=tuple(range(5, 5 + len(flags))), sampled=flags,
-        logp=tuple(-0.5 if f else 0.0 for f in flags), versions=(0,), num_tool_calls=1, stop_reason="final", answer="2", reward=reward,
-        reward_parts=(),
+        logp=tuple(-0.5 if f else 0.0 for f in flags), versions=runs_of([(0, sum(flags))]), num_tool_calls=1,
+        stop_reason="final", answer="2", reward=reward, reward_parts=(),
     )  # fmt: skip
 
 

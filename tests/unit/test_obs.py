@@ -25,7 +25,7 @@ from megatron_gptoss.obs.manifest import git_state, versions, write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog, read_metrics
 from megatron_gptoss.obs.report import points, running_mean, write_report
 from megatron_gptoss.obs.run_dir import RunDir, checkpoints_to_remove, latest_checkpoint, write_atomic
-from megatron_gptoss.types import Prompt, RewardPart, Rollout
+from megatron_gptoss.types import Prompt, RewardPart, Rollout, VersionRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -259,7 +259,9 @@ def test_a_rollout_is_shown_whole_and_cannot_steer_the_terminal():
     console, out, _ = piped()
     prompt = Prompt("arithmetic/train/17", "arithmetic", "(37+58)*4", "380")
     parts = (RewardPart("right", 1.0),)
-    console.rollout(Rollout(prompt, 3, (1, 2), (False, True), (0.0, -1.0), (0,), 1, "final", "380", 1.0, parts, ("right",)), TEXT)
+    console.rollout(
+        Rollout(prompt, 3, (1, 2), (False, True), (0.0, -1.0), (VersionRun(0, 1),), 1, "final", "380", 1.0, parts, ("right",)), TEXT
+    )
     text = out.getvalue()
     shown = ("arithmetic/train/17 #3", '{"expression":"37+58"}', "95", r"3\x1b[31m80", "reward 1", "gold '380'", "stop final", "1 of them")
     assert all(words in text for words in shown)

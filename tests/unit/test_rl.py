@@ -10,14 +10,15 @@ from megatron_gptoss.rl.losses import nll_loss
 from megatron_gptoss.rl.parity import gap_by_position, within
 from megatron_gptoss.rl.samples import credit_groups, make_samples, turn_lengths
 from megatron_gptoss.rl.shaping import overlong_penalty
+from megatron_gptoss.rollout.versions import runs_of
 from megatron_gptoss.types import Prompt, Rollout, RolloutGroup
 
 
 def rollout(reward: float, index: int = 0, *, stop: str = "final", sampled=(False, True, True)) -> Rollout:
     return Rollout(
         prompt=Prompt("p/1", "arithmetic", "1+1", "2"), index=index, token_ids=tuple(range(5, 5 + len(sampled))), sampled=sampled,
-        logp=tuple(-0.5 if s else 0.0 for s in sampled), versions=(0,), num_tool_calls=0, stop_reason=stop, answer="2", reward=reward,
-        reward_parts=(),
+        logp=tuple(-0.5 if s else 0.0 for s in sampled), versions=runs_of([(0, sum(sampled))]), num_tool_calls=0,
+        stop_reason=stop, answer="2", reward=reward, reward_parts=(),
     )  # fmt: skip
 
 

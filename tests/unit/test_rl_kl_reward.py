@@ -14,7 +14,7 @@ from megatron_gptoss.parallel.packing import pack_step
 from megatron_gptoss.rl.kl_reward import kl_rewards
 from megatron_gptoss.trainer.how import TokenScores
 from megatron_gptoss.trainer.start import TrainingWorld
-from megatron_gptoss.types import Prompt, Rollout, RolloutGroup, StepStats
+from megatron_gptoss.types import Prompt, Rollout, RolloutGroup, StepStats, VersionRun
 from tests.helpers.training import samples
 
 STATS = StepStats(0.0, 0.0, 0.0, 0, 1, False, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
@@ -24,7 +24,7 @@ def rollout(reward: float, index: int) -> Rollout:
     sampled = (False, True, False, True)
     return Rollout(
         prompt=Prompt("p/1", "arithmetic", "1+1", "2"), index=index, token_ids=(5, 6, 7, 8), sampled=sampled, logp=(0.0, -0.5, 0.0, -0.5),
-        versions=(0, 0), num_tool_calls=1, stop_reason="final", answer="2", reward=reward, reward_parts=(),
+        versions=(VersionRun(0, 2),), num_tool_calls=1, stop_reason="final", answer="2", reward=reward, reward_parts=(),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from megatron_gptoss.rollout.archive import read_archive, write_archive
 from megatron_gptoss.rollout.collect import collect
 from megatron_gptoss.rollout.routes import add_turn, token_routes
 from megatron_gptoss.tasks.arithmetic import Arithmetic
-from megatron_gptoss.types import Prompt, Rollout, RolloutGroup, TokenRoutes, TurnRequest, TurnResult
+from megatron_gptoss.types import Prompt, Rollout, RolloutGroup, TokenRoutes, TurnRequest, TurnResult, VersionRun
 from tests.helpers.routes import rows_of
 from tests.unit.test_collect import LIMITS, ScriptedPool
 from tests.unit.test_rl_trainer import TINY as TINY_FILE
@@ -117,7 +117,7 @@ def conversation(**more) -> Rollout:
 
 def test_a_conversation_with_tools_has_every_row_but_the_last():
     rollout = conversation(routes=True)
-    assert len(rollout.versions) == 3 and rollout.num_tool_calls == 2
+    assert rollout.versions == (VersionRun(3, 32),) and rollout.num_tool_calls == 2
     assert rollout.routes.num_tokens == len(rollout.token_ids) - 1 and rollout.routes.num_rerouted == 0
     table = rows(4096, 5)
     assert rows_of(rollout.routes).equal(table[[(31 * token + 7 * t) % 4096 for t, token in enumerate(rollout.token_ids[:-1])]])
