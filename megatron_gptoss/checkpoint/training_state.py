@@ -43,6 +43,7 @@ from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.errors import CheckpointError
+from megatron_gptoss.model.router import routers_of
 
 
 def _metadata() -> dict[str, Any]:
@@ -72,9 +73,10 @@ def _use_rates_in_force(loaded: Any, optimizer: ChainedOptimizer) -> None:
             group.update({key: now[key] for key in ("max_lr", "min_lr", "betas", "eps") if key in now})
 
 
-def random_state() -> dict[str, Any]:
-    """Every random generator of this rank."""
+def random_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Every random generator of this rank, and of the routers' noise in it."""
     return {
+        "routing_noise": {router.layer: router.noise.generator.get_state() for router in routers_of(module) if router.noise is not None},
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -83,13 +85,17 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any], module: torch.nn.Module) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     _tracker().set_states(state["tracker"])
+    noise = state.get("routing_noise", {})  # checkpoints from before it was kept have none
+    for router in routers_of(module):
+        if router.noise is not None and router.layer in noise:
+            router.noise.generator.set_state(noise[router.layer])
 
 
 def _accept_step_of_torch_adam() -> None:
@@ -157,7 +163,7 @@ def _state_to_save(
     if critic is not None:
         state[CRITIC] = _trained_to_save(critic.model, critic.optimizer, critic.schedule)
         add_prefix_for_sharding(state[CRITIC], f"{CRITIC}.")
-    return {**state, "random": _random_of_ranks(), "progress": asdict(progress)}
+    return {**state, "random": _random_of_ranks(model), "progress": asdict(progress)}
 
 
 def _trained_to_save(model: DistributedDataParallel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler) -> dict[str, Any]:
@@ -193,7 +199,7 @@ def _state_to_load(
         state["optimizer"] = parts if len(optimizer.chained_optimizers) > 1 else {0: parts}
         state["schedule"] = schedule.state_dict()
         if with_random:
-            state["random"] = _random_of_ranks()
+            state["random"] = _random_of_ranks(model)
     if critic is not None:
         state[CRITIC] = _state_to_load(critic.model, critic.optimizer, critic.schedule, None, with_random=False)
         add_prefix_for_sharding(state[CRITIC], f"{CRITIC}.")
@@ -213,8 +219,8 @@ def _take(
         schedule.load_state_dict(loaded["schedule"])
 
 
-def _random_of_ranks() -> ShardedObject:
-    return ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+def _random_of_ranks(model: DistributedDataParallel) -> ShardedObject:
+    return ShardedObject("random", random_state(model), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 _saves = itertools.count()  # all ranks of a world save equally often, so the number names a save on all of them
@@ -335,6 +341,6 @@ def load_training_state(
     if critic is not None:
         _take(state[CRITIC], critic.model, critic.optimizer, critic.schedule)
     if optimizer is not None and same_layout:
-        set_random_state(state["random"])
+        set_random_state(state["random"], model)
     known = {f.name for f in fields(Progress)}
     return Progress(**{k: v for k, v in state["progress"].items() if k in known})

@@ -77,7 +77,7 @@ class TrainedModel:
                 [dict(sorted(state.items())) for state in part.optimizer.state.values()] for part in self.optimizer.chained_optimizers
             ],
             "schedule": self.schedule.state_dict(),
-            "random": random_state(),
+            "random": random_state(self.module),
         }
         digests = {}
         for name, value in parts.items():

@@ -77,6 +77,19 @@ def test_noise_changes_routes_and_nothing_when_it_is_zero(one_rank):
     assert noisy.loss != plain.loss and noisy.grad_norm > 0
 
 
+def test_noise_goes_on_where_a_checkpoint_left_it(one_rank, tmp_path):
+    from megatron_gptoss.checkpoint.progress import Progress
+    from megatron_gptoss.checkpoint.training_state import load_training_state, save_training_state
+
+    made, again = trainer(one_rank, routing_noise=2.0), trainer(one_rank, routing_noise=2.0)
+    update(made)
+    parts = {"model": made.model, "optimizer": made.optimizer, "schedule": made.schedule}
+    save_training_state(tmp_path / "step-1", config=MILD, progress=Progress(1, 1, 0), **parts)
+    load_training_state(tmp_path / "step-1", model=again.model, optimizer=again.optimizer, schedule=again.schedule)
+    assert again.fingerprint() == made.fingerprint()
+    assert update(made, 2) == update(again, 2) and again.fingerprint() == made.fingerprint()
+
+
 @pytest.mark.parametrize("switch", ["freeze_experts=true", "freeze_router=true", "routing_noise=0.5"])
 def test_a_switch_is_said_at_the_start(switch):
     key, value = switch.split("=")
