@@ -66,6 +66,11 @@ def watched(model: GptOssModel) -> Iterator[Seen]:
             handle.remove()
 
 
+def _size(x: float) -> float:
+    """For `max`, which lets a nan in second place go."""
+    return math.inf if math.isnan(x) else x
+
+
 @dataclass
 class Difference:
     """Of one piece, added up over microbatches."""
@@ -82,7 +87,7 @@ class Difference:
         off = found.reshape(expected.shape).float() - expected
         self.error += float(off.square().sum())
         self.size += float(expected.square().sum())
-        self.largest = max(self.largest, float(off.abs().max())) if off.numel() else self.largest
+        self.largest = max(self.largest, float(off.abs().max()), key=_size) if off.numel() else self.largest
         self.count += off.numel()
         for fault in faults:
             change = right(fault) - expected

@@ -287,6 +287,15 @@ def test_a_difference_is_a_faults_when_it_has_its_direction_and_its_size():
     assert judged(base + change + torch.tensor([1e-3, 0.0, 1e-3, 0.0])) == "window"
 
 
+def test_a_head_that_says_nan_is_at_fault():
+    from megatron_gptoss.model.pieces import Difference
+
+    found = Difference()
+    for spoilt in (0.0, float("nan"), 0.0):
+        found.add(torch.tensor([-1.0, -2.0 + spoilt]), lambda _: torch.tensor([-1.0, -2.0]))
+    assert PieceGap(-1, "head", found.largest, 1e-4, found.fault()).bad
+
+
 def test_the_first_piece_in_the_order_of_computation_is_the_cause():
     pieces = [
         PieceGap(0, "rope", 1e-7, 1e-4, ""),
