@@ -75,10 +75,15 @@ def replay(run: Path, step: int) -> int:
     values = step_metrics(stats)
     equal = True
     for name in COMPARED + (OF_A_CRITIC if loaded.config.rl.has_critic else ()):
-        same = values.get(name) == recorded.get(name)
+        same = is_same(values.get(name), recorded.get(name))
         equal &= same
         print(f"{name:26} recorded {recorded.get(name)!r:24} replayed {values.get(name)!r:24} {'equal' if same else 'DIFFERENT'}")
     return 0 if equal else 1
+
+
+def is_same(x: object, y: object) -> bool:
+    """To the bit; the norm of a step that was refused may be nan, and is again."""
+    return x == y or (x != x and y != y)
 
 
 if __name__ == "__main__":
