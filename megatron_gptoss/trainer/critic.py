@@ -82,12 +82,15 @@ class Critic(TrainedModel):
         return [found[0].contiguous() for found in self._whole(batches, 1.0, 1)]
 
     def update(self, minibatches: Sequence[Minibatch], rl: RlConfig) -> CriticStats:
-        """One optimizer update per minibatch and epoch of its own. The microbatches carry values from before the step, and targets."""
+        """One optimizer update per minibatch and epoch of its own; none for a minibatch that teaches nothing. The microbatches carry
+        values from before the step, and targets."""
         first, every = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)  # loss and tokens; clipped and tokens
         norms: list[float] = []
         stepped, problem = True, ""
         for epoch, minibatch in ((e, m) for e in range(rl.critic_epochs) for m in minibatches):
             weights, found = self._accumulate(minibatch, rl)
+            if not weights[TAUGHT]:
+                continue  # the gradient is 0, but moments and decay would move the weights
             norm, stepped = self._step(found)
             if epoch == 0:
                 first += torch.stack([found[LOSS] * weights[TAUGHT], weights[TAUGHT]]).cpu()
@@ -100,7 +103,7 @@ class Critic(TrainedModel):
         return CriticStats(
             loss=float(first[0] / first[1].clamp(min=1.0)),
             clip_fraction=float(every[0] / every[1].clamp(min=1.0)),
-            grad_norm=sum(norms) / len(norms),
+            grad_norm=sum(norms) / max(len(norms), 1),
             learning_rate=self.learning_rate,
             num_updates=len(norms) - (not stepped),
             skipped=not stepped,

@@ -161,7 +161,7 @@ class Trainer(TrainedModel):
     # -- update --------------------------------------------------------------------------------------------------------------------------
 
     def update(self, minibatches: Sequence[Minibatch], how: Update, old: Sequence[Sequence[TokenScores]] | None = None) -> StepStats:
-        """One optimizer update per minibatch and epoch.
+        """One optimizer update per minibatch and epoch; none for a minibatch without a trained token.
 
         `old` holds the log-probs scored before the first update, in the same packing. None means the update is on-policy: the old log-prob
         is the current one, detached, so the ratio is exactly 1 however the forward pass rounds.
@@ -180,6 +180,8 @@ class Trainer(TrainedModel):
         stepped, problem = True, ""
         for epoch, i in ((e, i) for e in range(epochs) for i in range(len(minibatches))):
             known = self._known(minibatches[i], how, old[i] if old is not None else None, ref[i] if ref is not None else None)
+            if not known.totals.tokens:
+                continue  # nothing to learn from, and a step of the optimizer would decay the weights all the same
             if how.keep_scores and epoch == 0:
                 known.logp = self._no_logp(minibatches[i])
             totals = self._accumulate(minibatches[i], how, known)
@@ -198,8 +200,8 @@ class Trainer(TrainedModel):
                 problem = self._explain(minibatches[i], how, known)
                 break
         self._count_skips(stepped, problem)
-        made = len(norms) - (not stepped)
-        stats = self._stats(first, every, worst, grad_norm=sum(norms) / len(norms), num_updates=made, skipped=not stepped, problem=problem)
+        made, norm = len(norms) - (not stepped), sum(norms) / max(len(norms), 1)
+        stats = self._stats(first, every, worst, grad_norm=norm, num_updates=made, skipped=not stepped, problem=problem)
         return self._with_routing(replace(stats, scores=tuple(scores)), how, routed)
 
     @torch.no_grad()

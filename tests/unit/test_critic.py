@@ -121,8 +121,10 @@ def test_a_token_without_a_target_teaches_nothing(one_rank):
     assert a.update([packed(batch)], RlConfig()) == b.update([packed(other)], RlConfig())
     assert a.fingerprint() == b.fingerprint()
     nothing = [replace(s, value_targets=(math.nan,) * len(s.token_ids)) for s in batch]
+    before = a.fingerprint()
     stats = a.update([packed(nothing)], RlConfig())
-    assert (stats.loss, stats.grad_norm, stats.skipped) == (0.0, 0.0, False)
+    assert (stats.loss, stats.grad_norm, stats.num_updates, stats.skipped) == (0.0, 0.0, 0, False)
+    assert a.fingerprint() == before, "moments and decay do not move it either"
 
 
 def test_it_learns_what_it_is_taught_and_leaves_the_policy_alone(one_rank):

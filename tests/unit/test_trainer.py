@@ -100,6 +100,17 @@ def test_measuring_says_what_an_update_would_and_changes_nothing(one_rank):
     assert seen.ratio_max_abs_dev == 0.0
 
 
+@pytest.mark.parametrize("policy", [None, PPO, RlConfig(correction_normalize=True)])
+def test_a_minibatch_without_a_trained_token_changes_nothing_though_moments_would(one_rank, policy):
+    t, batch = trainer(one_rank), samples(2, seed=6)
+    t.update(packed(batch), how(policy))
+    before = t.fingerprint()
+    nothing = [replace(s, trained=(False,) * len(s.trained)) for s in batch]
+    stats = t.update(packed(nothing), how(policy))
+    assert t.fingerprint() == before
+    assert (stats.num_tokens, stats.num_updates, stats.skipped, stats.grad_norm, stats.loss) == (0, 0, False, 0.0, 0.0)
+
+
 def test_kl_to_the_reference_is_zero_at_first_and_grows(one_rank):
     t = trainer(one_rank)
     t.keep_reference()
