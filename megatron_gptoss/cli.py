@@ -217,6 +217,7 @@ def main() -> None:
 ENTRY = {
     "sft": ("loop.sft", "run_sft"),
     "train": ("loop.train", "run_training"),
+    "train, overlapped": ("loop.overlap", "run_overlapped"),
     "eval": ("loop.evaluate", "run_evaluation"),
     "check": ("loop.parity", "run_check"),
 }
@@ -230,7 +231,8 @@ def _run(command: str, args: list[str] | None, resume: str, init: str, go_on: bo
     loaded = _load(args, resume, init, go_on)
     made = make_plan(loaded, detect_cluster())
     check_run(loaded, made, command)
-    module, function = ENTRY[command]
+    overlapped = command == "train" and loaded.config.rollout.max_lag_steps > 0
+    module, function = ENTRY["train, overlapped" if overlapped else command]
     try:
         getattr(import_module(f"megatron_gptoss.{module}"), function)(loaded, made)
     except KeyboardInterrupt:

@@ -25,8 +25,8 @@ NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values mea
 
 def broken_rules(loaded: Loaded) -> list[str]:
     rules = (
-        _batch_rules, _rl_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules, _attention_rules,
-        _cpu_rules, _other_rules,
+        _batch_rules, _rl_rules, _overlap_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules,
+        _attention_rules, _engine_rules, _cpu_rules, _other_rules,
     )  # fmt: skip
     return [message for rule in rules for message in rule(loaded)]
 
@@ -121,6 +121,29 @@ def _rl_rules(loaded: Loaded) -> Iterator[str]:
 
 
 def _model_rules(loaded: Loaded) -> Iterator[str]:
+def _overlap_rules(loaded: Loaded) -> Iterator[str]:
+    """What rollouts that run ahead of training ask of the rest."""
+    config, show = loaded.config, loaded.show
+    if not config.rollout.max_lag_steps:
+        return
+    ahead = show("rollout.max_lag_steps")
+    if config.rl.correction == "none":
+        yield (
+            f"{ahead} trains on tokens of older policies, and {show('rl.correction')} does not make up for it. Use rl.correction = "
+            '"tis" or another of docs/rollout_correction.md, or rollout.max_lag_steps = 0.'
+        )
+    if config.rollout.deterministic:
+        yield (
+            f"{ahead} lets the clock decide which policy samples a token, and {show('rollout.deterministic')} promises the same tokens "
+            "every time. Use rollout.deterministic = false, or rollout.max_lag_steps = 0."
+        )
+    if config.cluster.share_gpus:
+        yield (
+            f"{ahead} samples while the trainer computes, and {show('cluster.share_gpus')} lets them take turns on the same GPUs. Use "
+            "cluster.share_gpus = false, or rollout.max_lag_steps = 0."
+        )
+
+
     model, show = loaded.config.model, loaded.show
     if model.num_attention_heads % model.num_key_value_heads:
         yield (

@@ -290,6 +290,11 @@ class RolloutConfig(Section):
     max_sequence_tokens: Positive = 200
     num_engines: Positive = 1
     max_running: Positive = Field(default=64, description="sequences an engine decodes at once")
+    max_lag_steps: NonNegative = Field(
+        default=0,
+        description="steps that rollouts may run ahead of training: no token is trained by a policy more versions newer than this. 0: they "
+        "wait for each other (docs/overlap.md)",
+    )
     deterministic: bool = Field(default=False, description="a seed per request and one sequence at a time: slow, bit-reproducible")
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(default=1.0, description="KV cache of a CPU engine")

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -392,24 +392,38 @@ class Session:
             max_turn_tokens=c.max_turn_tokens,
             max_sequence_tokens=c.max_sequence_tokens,
             temperature=c.temperature,
+        with self.console.progress(words, total=len(prompts) * group_size, unit="conversations") as bar:
+            coming = self.collecting(
+                prompts, group_size=group_size, step=step, version=version, routes=routes, progress=lambda _done, _total: bar.advance()
+            )
+            return self.run(coming)
+
+    def collecting(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        step: int,
+        version: int | None,
+        routes: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Coroutine[Any, Any, list[RolloutGroup]]:
+        """What `collect` waits for, to be awaited in the event loop. `version` None: of whatever policy the engines hold meanwhile."""
             seeded=c.deterministic,
         )
-        with self.console.progress(words, total=len(prompts) * group_size, unit="conversations") as bar:
-            return self.run(
-                collect(
-                    prompts,
-                    group_size,
-                    self.pool,
-                    self.task,
-                    self.tokenizer,
-                    limits,
-                    run_seed=self.config.run.seed,
-                    step=step,
-                    version=version,
-                    routes=routes,
-                    progress=lambda _done, _total: bar.advance(),
-                )
-            )
+        return collect(
+            prompts,
+            group_size,
+            self.pool,
+            self.task,
+            self.tokenizer,
+            limits,
+            run_seed=self.config.run.seed,
+            step=step,
+            version=version,
+            routes=routes,
+            progress=progress,
+        )
 
     @SPANS("pack")
     def pack(self, samples: Sequence[Sample], *, minibatches: int = 1) -> list[list[list[MicroBatch]]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
@@ -32,6 +33,7 @@ from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.types import CriticStats, MicroBatch, RolloutGroup, Sample, StepStats
 
 SHOWN_ROLLOUTS = 3
+NOTHING: Mapping[str, float] = MappingProxyType({})
 NO_VALUES = AdvantageRule("group-mean")  # makes samples when advantages do not matter, or not yet
 
 
@@ -183,15 +185,19 @@ def publish(session: Session, stats: StepStats | None) -> None:
 
 
 @SPANS("record")
-def record(session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None) -> None:
-    values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics()
+def record(
+    session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None, more: Mapping[str, float] = NOTHING
+) -> None:
+    """`more`: what another story measured of its own, by metric name."""
+    values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics() | dict(more)
     updated_from = session.progress.policy_version - (stats is not None and stats.num_updates > 0)
     values["rollout/lag_mean"], values["rollout/lag_max"] = lags([r for g in groups for r in g.rollouts], updated_from)
     seconds = session.clock.take()
-    for part in ("rollout", "score", "update", "sync"):
+    for part in ("wait" if "wait" in seconds else "rollout", "score", "update", "sync"):
         values[f"time/{part}_s"] = seconds.get(part, 0.0)
     values["time/step_s"] = time.perf_counter() - session.step_began
-    values["rollout/tokens_per_s"] = values["rollout/tokens"] / seconds["rollout"]
+    # Rollouts that run beside the rest have the whole step for it.
+    values["rollout/tokens_per_s"] = values["rollout/tokens"] / seconds.get("rollout", values["time/step_s"])
     if "update" in seconds and stats is not None:
         values["train/tokens_per_s"] = stats.num_tokens / seconds["update"]
     values["policy/version"] = session.progress.policy_version

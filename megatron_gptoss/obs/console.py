@@ -34,7 +34,7 @@ STEP_WORDS = (
     ("grad/norm", "grad", ".2f"),
     ("policy/entropy", "entropy", ".3f"),
 )
-PHASES = ("rollout", "score", "update", "sync")  # time/<phase>_s
+PHASES = ("wait", "rollout", "score", "update", "sync")  # time/<phase>_s
 
 
 class Bar:

@@ -51,6 +51,7 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
             f"{_number(plan.groups_per_step, 'group')} of {rollout.group_size} = {plan.sequences_per_step} conversations, "
             f"at most {plan.max_tokens_per_step:,} tokens",
         ),
+        *([("overlap", _overlap(rollout.max_lag_steps))] if rollout.max_lag_steps else []),
         (
             "updates",
             f"{_number(plan.updates_per_step, 'update')} a step, of {plan.sequences_per_minibatch} sequences over all ranks; "
@@ -66,6 +67,10 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
         ("memory of an engine", _memory(engine_memory(config))),
         *([("not built yet", ", ".join(m.split(" can be")[0] for m in plan.not_built))] if plan.not_built else []),
     ]
+
+
+def _overlap(max_lag_steps: int) -> str:
+    return f"rollouts run ahead by at most {_number(max_lag_steps, 'step')}; an update interrupts turns, which go on under the new policy"
 
 
 def memory_rows(loaded: Loaded) -> list[tuple[str, str]]:
