@@ -26,7 +26,7 @@ NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values mea
 def broken_rules(loaded: Loaded) -> list[str]:
     rules = (
         _batch_rules, _rl_rules, _overlap_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules,
-        _attention_rules, _engine_rules, _cpu_rules, _other_rules,
+        _attention_rules, _cpu_rules, _other_rules,
     )  # fmt: skip
     return [message for rule in rules for message in rule(loaded)]
 
