@@ -120,7 +120,6 @@ def _rl_rules(loaded: Loaded) -> Iterator[str]:
         )
 
 
-def _model_rules(loaded: Loaded) -> Iterator[str]:
 def _overlap_rules(loaded: Loaded) -> Iterator[str]:
     """What rollouts that run ahead of training ask of the rest."""
     config, show = loaded.config, loaded.show
