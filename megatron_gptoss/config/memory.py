@@ -70,8 +70,14 @@ def value_head_parameters(model: ModelConfig) -> int:
 
 
 def engine_memory(config: Config) -> list[MemoryPart]:
-    """What one engine holds. On a GPU the KV cache takes what `rollout.gpu_memory_fraction` leaves, so only its least size is known."""
-    weights = MemoryPart("weights", count_parameters(config.model).total * BYTES[config.rollout.dtype])
+    """What each GPU of one engine holds, or the process of a CPU engine. On a GPU the KV cache takes what `rollout.gpu_memory_fraction`
+    leaves, so only its least size is known."""
+    model, size = config.model, config.rollout.tensor_parallel
+    # Every GPU has all routers, norms, and biases that are added to a sum over GPUs: attention's last one, and each expert's.
+    router = model.num_local_experts * (model.hidden_size + 1)
+    whole = model.num_hidden_layers * (router + (3 + model.num_local_experts) * model.hidden_size) + model.hidden_size
+    divided = count_parameters(model).total - whole
+    weights = MemoryPart("weights", (whole + -(-divided // size)) * BYTES[config.rollout.dtype])
     if config.cluster.device == "cpu":
         return [weights, MemoryPart("KV cache", int(config.rollout.kv_cache_gib * 2**30))]
-    return [weights, MemoryPart("KV cache, at least", config.rollout.max_sequence_tokens * kv_bytes_per_token(config))]
+    return [weights, MemoryPart("KV cache, at least", config.rollout.max_sequence_tokens * kv_bytes_per_token(config) // size)]

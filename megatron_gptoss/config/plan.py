@@ -16,7 +16,7 @@ from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import Parameters, count_parameters
 from megatron_gptoss.config.placement import Placement, place
 from megatron_gptoss.config.rules import broken_rules, not_built_yet
-from megatron_gptoss.config.schema import Config
+from megatron_gptoss.config.schema import MOST_IN_FLIGHT, Config
 from megatron_gptoss.errors import ConfigError
 
 
@@ -77,7 +77,9 @@ class RunPlan:
     num_engines: int
     engine_max_model_len: int  # tokens of a whole conversation
     engine_max_running: int  # conversations one engine decodes at once
-    engine_resources: Resources  # of one engine
+    engine_max_in_flight: int  # turns it is given at once
+    engine_tensor_parallel: int  # processes that divide its model; with GPUs, one on each
+    engine_resources: Resources  # of one engine; no GPU where it shares the trainer's, which Ray has given to the ranks
     # model
     parameters: Parameters
     # what is missing here, "" when nothing is
@@ -94,6 +96,8 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
     rl, rollout, parallel = config.rl, config.rollout, config.parallel
     trainer_resources, engine_resources = _resources(config, cluster)
     updates = rl.minibatches * rl.epochs
+    # Another conversation in the same batch changes the shapes of the products and with them the last bits.
+    running = 1 if rollout.deterministic else rollout.max_running
     return RunPlan(
         run_dir=run_directory(config, now or datetime.now()),
         resumed=bool(config.run.resume),
@@ -130,8 +134,9 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         max_tokens_per_step=rl.sequences_per_step * rollout.max_sequence_tokens,
         num_engines=rollout.num_engines,
         engine_max_model_len=rollout.max_sequence_tokens,
-        # Another conversation in the same batch changes the shapes of the products and with them the last bits.
-        engine_max_running=1 if rollout.deterministic else rollout.max_running,
+        engine_max_running=running,
+        engine_max_in_flight=rollout.max_in_flight or min(2 * running, MOST_IN_FLIGHT),
+        engine_tensor_parallel=rollout.tensor_parallel,
         engine_resources=engine_resources,
         parameters=count_parameters(config.model),
         shortfall=_shortfall(config, cluster),
@@ -157,12 +162,13 @@ def _resources(config: Config, cluster: Cluster) -> tuple[Resources, Resources]:
     two ranks of one thread and one engine on 2 CPUs ask for 0.66 each.
     """
     gpus = 1.0 if config.cluster.device == "cuda" else 0.0
-    trainer, engine = float(config.trainer.threads_per_rank), 1.0
+    size = config.rollout.tensor_parallel
+    trainer, engine = float(config.trainer.threads_per_rank), float(size)
     total = trainer * world_size(config) + engine * config.rollout.num_engines
     if config.cluster.address == "local" and total > cluster.num_cpus:
         share = cluster.num_cpus / total
         trainer, engine = (int(wanted * share * 100) / 100 for wanted in (trainer, engine))  # rounded down, so that the sum still fits
-    return Resources(trainer, gpus), Resources(engine, gpus)
+    return Resources(trainer, gpus), Resources(engine, 0.0 if config.cluster.share_gpus else gpus * size)
 
 
 def _shortfall(config: Config, cluster: Cluster) -> str:
@@ -173,10 +179,13 @@ def _shortfall(config: Config, cluster: Cluster) -> str:
     if not local and not nodes:
         return ""  # as many nodes as are needed
     have = cluster.num_gpus if local else nodes * config.cluster.gpus_per_node
-    need = max(ranks, config.rollout.num_engines) if config.cluster.share_gpus else ranks + config.rollout.num_engines
+    engines, size, placed = config.rollout.num_engines, config.rollout.tensor_parallel, place(config)
+    need = len(placed.gpu_nodes(with_engines=True)) + placed.gpus_left_idle
     if need <= have:
         return ""
     data = config.parallel.data
     of = f"parallel.data = {data}" if ranks == data else f"tensor x context x pipeline x data = {ranks}"
+    each = f" of rollout.tensor_parallel = {size}" if size > 1 else ""
+    idle = f" ({placed.gpus_left_idle} of them idle, since an engine lies on one node)" if placed.gpus_left_idle else ""
     where = "this machine has" if local else f"cluster.nodes = {nodes} of cluster.gpus_per_node = {config.cluster.gpus_per_node} have"
-    return f"{of} trainer ranks and rollout.num_engines = {config.rollout.num_engines} engines need {need} GPUs, {where} {have}"
+    return f"{of} trainer ranks and rollout.num_engines = {engines} engines{each} need {need} GPUs{idle}, {where} {have}"

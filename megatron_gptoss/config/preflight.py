@@ -17,11 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_gptoss.checkpoint.marker import take_back_old
-from megatron_gptoss.config.fit import does_not_fit
+from megatron_gptoss.config.fit import changed_config, does_not_fit
 from megatron_gptoss.config.hf_config import difference, quantization, read_hf_config
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.memory import engine_memory
 from megatron_gptoss.config.plan import Cluster, RunPlan
+from megatron_gptoss.config.rules import engine_sizes
 from megatron_gptoss.config.schema import ClusterConfig, Config
 from megatron_gptoss.data.harmony import generation_prefix, render
 from megatron_gptoss.data.prompts import require_room
@@ -69,18 +70,26 @@ def check_memory(loaded: Loaded) -> None:
 
 
 def check_engine_memory(loaded: Loaded) -> None:
-    """One engine is one GPU, and it must hold the whole model and one conversation. On a CPU the rules ask for the latter."""
+    """The GPUs of an engine must hold the whole model and one conversation. On a CPU the rules ask for the latter."""
     config = loaded.config
-    need = sum(part.num_bytes for part in engine_memory(config)) / 2**30
+    need = _engine_gib(config)
     room = config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib
-    if config.cluster.device == "cuda" and need > room:
-        share = need / config.cluster.gpu_memory_gib + 0.02
-        larger = f", or rollout.gpu_memory_fraction = {share:.2f} or more" if share < 0.95 else ""
-        raise ConfigError(
-            f"an engine needs {need:.1f} GiB for weights and one conversation, and {loaded.show('rollout.gpu_memory_fraction')} of "
-            f"{loaded.show('cluster.gpu_memory_gib')} is {room:.1f} GiB. Engines that span GPUs are not built yet; use a smaller model"
-            f"{larger}."
-        )
+    if config.cluster.device == "cpu" or need <= room:
+        return
+    share = need / config.cluster.gpu_memory_gib + 0.02
+    cures = [f"rollout.gpu_memory_fraction = {share:.2f} or more"] if share < 0.95 else []
+    larger = (size for size in engine_sizes(config) if size > config.rollout.tensor_parallel)
+    fits = next((size for size in larger if _engine_gib(changed_config(config, {"rollout.tensor_parallel": size})) <= room), None)
+    cures += [f"rollout.tensor_parallel = {fits} or more"] if fits else []
+    raise ConfigError(
+        f"an engine needs {need:.1f} GiB on each of its GPUs ({loaded.show('rollout.tensor_parallel')}) for weights and one conversation, "
+        f"and {loaded.show('rollout.gpu_memory_fraction')} of {loaded.show('cluster.gpu_memory_gib')} is {room:.1f} GiB. "
+        f"Use {', or '.join(cures) if cures else 'a smaller model'}."
+    )
+
+
+def _engine_gib(config: Config) -> float:
+    return sum(part.num_bytes for part in engine_memory(config)) / 2**30
 
 
 def check_run_target(loaded: Loaded, plan: RunPlan, command: str = "") -> None:

@@ -24,6 +24,8 @@ PERTURBATIONS = ("no-sinks", "window", "no-window", "yarn", "yarn-rounded", "rou
 
 AttentionBackend = Literal["reference", "triton", "flash", "te"]
 
+MOST_IN_FLIGHT = 8000  # turns; an engine's actor takes a few more calls than that at once
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -288,12 +290,18 @@ class RolloutConfig(Section):
     max_turns: Positive = 5
     max_turn_tokens: Positive = 28
     max_sequence_tokens: Positive = 200
-    num_engines: Positive = 1
-    max_running: Positive = Field(default=64, description="sequences an engine decodes at once")
     max_lag_steps: NonNegative = Field(
         default=0,
         description="steps that rollouts may run ahead of training: no token is trained by a policy more versions newer than this. 0: they "
         "wait for each other (docs/overlap.md)",
+    )
+    num_engines: Positive = 1
+    tensor_parallel: Positive = Field(default=1, description="GPUs of one engine, which divide its model; on a CPU processes")
+    max_running: Positive = Field(default=64, description="sequences an engine decodes at once")
+    max_in_flight: Annotated[int, Field(ge=0, le=MOST_IN_FLIGHT)] = Field(
+        default=0,
+        description="turns an engine is given at once, so that the next ones lie ready in it; the rest waits outside, first come first "
+        "served; 0: twice max_running",
     )
     deterministic: bool = Field(default=False, description="a seed per request and one sequence at a time: slow, bit-reproducible")
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -305,8 +313,20 @@ class RolloutConfig(Section):
         "other programs start on the same GPU",
     )
     start_timeout_s: Seconds = 300.0
-    turn_timeout_s: Seconds = Field(default=120.0, description="deadline for one assistant turn, and for a weight update")
-    max_restarts: NonNegative = Field(default=2, description="times a dead engine is brought back in one run")
+    turn_timeout_s: Seconds = Field(
+        default=120.0,
+        description="deadline for one assistant turn from the moment an engine is given it, and for a weight update",
+    )
+    probe_every_s: Seconds = Field(default=10.0, description="pause between two questions whether all processes of an engine are alive")
+    probe_timeout_s: Seconds = Field(
+        default=60.0,
+        description="deadline for the answer, then the engine is replaced; longer than its longest step, since it answers between two",
+    )
+    max_restarts: NonNegative = Field(
+        default=4,
+        description="times dead engines are brought back, all of them together, within any restart_window_s; one more ends the run",
+    )
+    restart_window_s: Seconds = Field(default=3600.0, description="restarts longer ago do not count for max_restarts")
 
 
 class TrainerConfig(Section):

@@ -43,8 +43,8 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
         *([("how it computes", how)] if (how := _how(loaded)) else []),
         (
             "engines",
-            f"{plan.num_engines} on {plan.device}; {rollout.dtype}, {_number(plan.engine_max_running, 'conversation')} at once in each"
-            + ("; deterministic" if rollout.deterministic else ""),
+            f"{plan.num_engines}{_each(plan)} on {plan.device}; {rollout.dtype}, {_number(plan.engine_max_running, 'conversation')} "
+            f"at once in each, {plan.engine_max_in_flight} given to it" + ("; deterministic" if rollout.deterministic else ""),
         ),
         (
             "a step",
@@ -64,7 +64,7 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
         ),
         ("steps", f"{config.run.steps} of train; {config.sft.steps} of sft, {config.sft.sequences_per_step} sequences each"),
         *memory_rows(loaded),
-        ("memory of an engine", _memory(engine_memory(config))),
+        ("memory of an engine" + ("'s GPU" if plan.placement.engine_gpus > 1 else ""), _memory(engine_memory(config))),
         *([("not built yet", ", ".join(m.split(" can be")[0] for m in plan.not_built))] if plan.not_built else []),
     ]
 
@@ -132,6 +132,12 @@ def _trainer(plan: RunPlan) -> str:
     copies = f", {plan.expert_copies} copies of each" if plan.expert_copies > 1 and plan.expert_parallel > 1 else ""
     experts = f"expert {plan.expert_parallel} ({_number(plan.experts_per_rank, 'expert')} a rank{copies})"
     return f"{_number(plan.world_size, 'rank')} on {plan.device}: {shown}, {experts}"
+
+
+def _each(plan: RunPlan) -> str:
+    """How an engine is divided, and whose GPUs it has."""
+    size, part = plan.engine_tensor_parallel, "GPUs" if plan.device == "cuda" else "processes"
+    return (f" of {size} {part}" if size > 1 else "") + (", on the trainer's GPUs," if plan.placement.engine_ranks else "")
 
 
 def _rank(plan: RunPlan) -> str:

@@ -1,4 +1,4 @@
-"""One rollout engine: vLLM's AsyncLLM inside a Ray actor, on a CPU or on a GPU.
+"""One rollout engine: vLLM's AsyncLLM inside a Ray actor, on a CPU, on a GPU, or on several GPUs of one node.
 
 In: `EngineSettings`, turns as token ids, new weights as buckets of named tensors. Out: `TurnResult` (token ids, log-probs, policy version)
 and `HeldWeights`, the engine's own account after an update.
@@ -23,12 +23,14 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.config.placement import Place
+from megatron_gptoss.config.schema import MOST_IN_FLIGHT
 from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rollout.routes import token_routes
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
-MAX_TURNS_IN_FLIGHT = 8192  # calls an actor accepts at once; those above max_running wait inside vLLM
+# Calls an actor accepts at once. Turns in flight are bounded by the pool, well below, so that no probe ever waits behind them.
+MAX_CALLS_AT_ONCE = MOST_IN_FLIGHT + 192
 
 
 class EngineDied(Exception):
@@ -54,7 +56,16 @@ class EngineSettings:
     experts_to_tell: int = 0  # of a layer; turns then tell which of them each token went to. 0: turns tell nothing
     seed: int = 0
     num_cpus: float = 1.0  # for placement
-    num_gpus: int = 0  # 0: a CPU engine
+    num_gpus: int = 0  # 0: a CPU engine; else as many as tensor_parallel
+    tensor_parallel: int = 1  # worker processes that divide the model; with more than one, each is a child of the engine core
+    visible_gpus: tuple[str, ...] = ()  # CUDA's names of its GPUs, "GPU-<uuid>", and Ray is asked for none; (): Ray gives it some
+
+
+    def __post_init__(self) -> None:
+        if self.num_gpus not in (0, self.tensor_parallel) or len(self.visible_gpus) not in (0, self.num_gpus):
+            raise ValueError(
+                f"an engine of {self.tensor_parallel} workers on {self.num_gpus} GPUs {self.visible_gpus}: each needs one, or none any"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,8 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         send_output_to(settings.log_path)
+        if settings.visible_gpus:  # before anything here asks CUDA; the engine core inherits it
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_gpus)
         if settings.trace_path:
             SPANS.open(Path(settings.trace_path))
         self.settings = settings
@@ -97,7 +110,7 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # Built in this thread on purpose: the engine core asks to die with the thread that started it (vllm_worker.die_with_parent).
+        # Built in this thread on purpose: the engine core asks to die with the thread that started it (lifeline.py).
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.settings)))
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest())
         gpus = [gpu for gpu in await self.llm.collective_rpc("gpu_uuid") if gpu]
@@ -194,8 +207,14 @@ class Engine:
     async def version(self) -> PolicyVersion:
         return self.held.version
 
-    async def healthy(self) -> bool:
-        return self.llm is not None and not self.llm.errored
+    async def probe(self) -> None:
+        """Returns when this actor, vLLM's engine core and all its workers have answered; the core does so between two steps. EngineDied."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self.llm.collective_rpc("alive")
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine core died: {error}") from None
 
     async def stop(self) -> None:
         if self.llm is not None:
@@ -253,8 +272,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "megatron_gptoss.rollout.vllm_worker.WorkerExtension",
         "weight_transfer_config": {"backend": "inline"},
         "disable_log_stats": True,
+        "tensor_parallel_size": settings.tensor_parallel,
         "enable_return_routed_experts": settings.experts_to_tell > 0,
     }
+    if settings.tensor_parallel > 1:
+        arguments["distributed_executor_backend"] = "megatron_gptoss.rollout.vllm_executor.WorkersThatDieWithUs"
     if settings.num_gpus == 0:
         arguments |= {
             "enforce_eager": True,
@@ -267,7 +289,6 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     else:
         arguments |= {
             "gpu_memory_utilization": settings.gpu_memory_fraction,
-            "tensor_parallel_size": settings.num_gpus,
             "moe_backend": "triton",  # keeps the experts' layout; the FlashInfer backends permute it at load, and an update would not
         }
         if settings.gpu_kv_cache_gib:
@@ -284,7 +305,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HOST_IP": "127.0.0.1",  # an engine's processes share a host; else vLLM binds to the first interface it finds
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives inside the engine core: one process and one import of vLLM fewer
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single worker lives inside the engine core: one process and one import of vLLM fewer
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probs of what it sampled from
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
@@ -352,8 +373,8 @@ class EngineHandle:
     async def version(self) -> PolicyVersion:
         return await self._call("version")
 
-    async def healthy(self) -> bool:
-        return await self._call("healthy")
+    async def probe(self) -> None:
+        await self._call("probe")
 
     async def stop(self) -> None:
         await self._call("stop")
@@ -393,9 +414,9 @@ def start_engine(settings: EngineSettings, name: str, node_id: str | None = None
     actor = (
         ray.remote(Engine)
         .options(
-            num_gpus=settings.num_gpus,
+            num_gpus=0 if settings.visible_gpus else settings.num_gpus,
             num_cpus=settings.num_cpus,
-            max_concurrency=MAX_TURNS_IN_FLIGHT,
+            max_concurrency=MAX_CALLS_AT_ONCE,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False) if node_id else "DEFAULT",
             max_restarts=0,  # a restarted actor would hold no weights; the pool restarts and republishes
             runtime_env={"env_vars": engine_environment(settings)},

@@ -1,4 +1,4 @@
-"""All rollout engines as one: where a turn goes, what happens when an engine dies, and that all hold the same policy.
+"""All rollout engines as one: where a turn goes, what happens when an engine dies or freezes, and that all hold the same policy.
 
 In: a function that makes an engine, turns, published weights. Out: turn results; `EngineFailed` when the engines cannot go on as one.
 It runs in the driver's event loop, and knows engines only by the protocol `Engine`, so its decisions are tested without Ray and vLLM.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,8 +38,22 @@ class Engine(Protocol):
     async def start(self) -> None: ...
     async def generate(self, request: TurnRequest) -> TurnResult: ...
     async def update_weights(self, version: PolicyVersion, buckets: Any) -> HeldWeights: ...
+    async def probe(self) -> None: ...
     async def stop(self) -> None: ...
     def kill(self) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """How much an engine is given at once, and how long anything may take. docs/engines.md says what follows from them."""
+
+    max_in_flight: int  # turns that one engine is given at once; the others wait in the pool
+    start_timeout_s: float
+    turn_timeout_s: float  # a turn from its dispatch, and a weight update
+    probe_every_s: float  # pause between two questions whether an engine is alive
+    probe_timeout_s: float  # for its answer
+    max_restarts: int  # of all engines together, within any `restart_window_s`
+    restart_window_s: float
 
 
 @dataclass(frozen=True)
@@ -84,8 +100,24 @@ class Slot:
     running: bool = False
     death: str | None = None  # why the engine must be replaced
     version: PolicyVersion = NO_WEIGHTS
-    turns: int = 0  # in flight on this engine
-    work: asyncio.Task[None] | None = None  # bringing the engine up; at most one at a time
+    turns: int = 0  # places taken on this engine
+    calls: set[asyncio.Future[TurnResult]] = field(default_factory=set)  # turns in flight; given up when the engine is found dead
+    work: asyncio.Task[None] | None = None  # bringing the engine up or giving it weights; at most one at a time
+    watch: asyncio.Task[None] | None = None  # asks the engine whether it is alive
+    probe: asyncio.Future[None] | None = None  # such a question
+
+    @property
+    def busy(self) -> bool:
+        """It is being brought up or given weights, which has deadlines of its own."""
+        return self.work is not None and not self.work.done()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A turn that waits for a place on an engine."""
+
+    conversation_id: str
+    place: asyncio.Future[tuple[Slot, Engine]]
 
 
 @dataclass
@@ -104,17 +136,17 @@ class EnginePool:
         self,
         make_engine: Callable[[int, int], Engine],
         num_engines: int,
+        limits: PoolLimits,
         *,
-        start_timeout_s: float,
-        turn_timeout_s: float,
-        max_restarts: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.make_engine = make_engine
-        self.start_timeout_s, self.turn_timeout_s, self.max_restarts = start_timeout_s, turn_timeout_s, max_restarts
+        self.make_engine, self.limits, self.clock = make_engine, limits, clock
         self.slots = [Slot(index, make_engine(index, 0)) for index in range(num_engines)]
         self.published: Policy | None = None
         self.home: dict[str, int] = {}  # conversation -> slot, since the last publish; that one emptied the prefix caches anyway
-        self.failure: EngineFailed | None = None
+        self.waiting: deque[Waiting] = deque()  # first come, first served
+        self.restarted_at: deque[float] = deque()  # within the last restart_window_s
+        self.failure: BaseException | None = None  # the pool serves nothing more
         self.counts = PoolCounts()
 
     def places(self) -> list[Place]:
@@ -136,71 +168,137 @@ class EnginePool:
         # Engines that are being brought up are given it when they run; the others get it together.
         ready = [slot for slot in self.slots if slot.running and slot.death is None and (slot.work is None or slot.work.done())]
         if ready:
-            together = asyncio.create_task(self._update(ready, policy))
-            for slot in ready:
-                slot.work = together
-            await together
+            await self._begin(ready, self._update(ready, policy))
         await self._all_serve()
 
     async def generate(self, request: TurnRequest) -> TurnResult:
         """One turn, from the conversation's engine or else the least loaded; asked again, under a new id, when that engine dies.
 
-        The deadline counts from the dispatch and includes waiting for a place among `max_running`.
+        It waits here for a place among an engine's `max_in_flight`; its deadline counts from the dispatch. The wait needs none of its own:
+        it ends with the turns before it, each of which has a deadline.
         Raises: EngineFailed when the engines cannot go on; ValueError for a request that no engine can serve.
         """
         if self.published is None:
             raise EngineFailed("a turn was asked for before any policy was published to the engines")
         asked, attempt = request, 0
         while True:
-            slot = await self._choose(request.conversation_id)
-            engine = slot.engine
-            slot.turns += 1
+            slot, engine = await self._place(request.conversation_id)
             try:
-                return await within(self.turn_timeout_s, engine.generate(asked), "a turn")
+                return await self._ask(slot, engine, asked)
             except EngineDied as error:
-                # Other turns meet the same death; only the first reports it, and none may blame the successor.
-                if slot.engine is engine and slot.death is None:
-                    slot.death = str(error)
-                    self._work_on(slot)
+                self._found_dead(slot, engine, str(error))
             except WeightsRefused as error:
                 raise self._fail(slot, str(error)) from None
             finally:
-                if slot.engine is engine:
-                    slot.turns -= 1
+                self._free(slot, engine)
             attempt += 1
             asked = replace(request, request_id=f"{request.request_id}.retry{attempt}")
             self.counts.redispatched_turns += 1
 
     async def close(self) -> None:
         """Stop all engines and kill what does not stop; none of their processes is left."""
-        for slot in self.slots:
-            if slot.work is not None:
-                slot.work.cancel()
+        self.failure = self.failure or EngineFailed("the engines are being stopped")
+        self._hand_out()  # that is, tell those who wait
+        for task in (each for slot in self.slots for each in (slot.work, slot.watch, slot.probe) if each is not None):
+            task.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(slot.engine.stop() for slot in self.slots), return_exceptions=True), POLITE_STOP_S)
         await asyncio.gather(*(asyncio.to_thread(slot.engine.kill) for slot in self.slots))
 
     # --- where a turn goes ---------------------------------------------------------------------------------------------------------
 
-    async def _choose(self, conversation_id: str) -> Slot:
-        """The conversation's slot while it serves, else the least loaded that serves; waits when none does."""
-        while True:
-            if self.failure is not None:
-                raise self.failure
-            serving = [slot for slot in self.slots if self._serves(slot)]
-            if serving:
-                break
-            done, _ = await asyncio.wait([self._work_on(slot) for slot in self.slots], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+    async def _place(self, conversation_id: str) -> tuple[Slot, Engine]:
+        """Wait for a place on an engine, which `_free` gives back. Raises what ended the pool."""
+        waiting = Waiting(conversation_id, asyncio.get_running_loop().create_future())
+        self.waiting.append(waiting)
+        self._hand_out()
+        try:
+            return await waiting.place
+        except asyncio.CancelledError:
+            if not waiting.place.cancelled() and waiting.place.exception() is None:  # it was given one in the same moment
+                self._free(*waiting.place.result())
+            raise
+
+    def _free(self, slot: Slot, engine: Engine) -> None:
+        if slot.engine is engine:  # a successor has its places free
+            slot.turns -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give the places there are to those who wait. Called whenever a turn comes, a place is free, or an engine begins to serve."""
+        while self.waiting:
+            first = self.waiting[0]
+            if self.failure is not None and not first.place.done():
+                first.place.set_exception(self.failure)
+            if not first.place.done():
+                slot = self._choose(first.conversation_id)
+                if slot is None:
+                    break
+                slot.turns += 1
+                self.home[first.conversation_id] = slot.index
+                first.place.set_result((slot, slot.engine))
+            self.waiting.popleft()
+        if self.waiting and not any(self._serves(slot) for slot in self.slots):
+            for slot in self.slots:
+                self._work_on(slot)
+
+    def _choose(self, conversation_id: str) -> Slot | None:
+        """The conversation's slot while it serves and has room, else the least loaded that does; None when none does."""
+        open_slots = [slot for slot in self.slots if self._serves(slot) and slot.turns < self.limits.max_in_flight]
         home = self.home.get(conversation_id)
-        slot = next((slot for slot in serving if slot.index == home), None) or min(serving, key=lambda slot: (slot.turns, slot.index))
-        self.home[conversation_id] = slot.index
-        return slot
+        return min(open_slots, key=lambda slot: (slot.index != home, slot.turns, slot.index), default=None)
 
     def _serves(self, slot: Slot) -> bool:
         holds_the_policy = self.published is None or slot.version == self.published.version
         return slot.running and slot.death is None and holds_the_policy
+
+    async def _ask(self, slot: Slot, engine: Engine, request: TurnRequest) -> TurnResult:
+        """The engine's answer. EngineDied when it is late, and as soon as anybody finds the engine dead: a frozen one never answers."""
+        if slot.engine is not engine or slot.death is not None:
+            raise EngineDied(slot.death or "it was replaced")
+        call = asyncio.ensure_future(engine.generate(request))
+        slot.calls.add(call)
+        try:
+            await asyncio.wait({call}, timeout=self.limits.turn_timeout_s)
+            if not call.done():
+                raise EngineDied(f"a turn took longer than {self.limits.turn_timeout_s:g} s")
+            if call.cancelled():
+                raise EngineDied("it was found dead")
+            return call.result()
+        finally:
+            call.cancel()
+            slot.calls.discard(call)
+
+    # --- is it alive? --------------------------------------------------------------------------------------------------------------
+
+    async def _watch(self, slot: Slot, engine: Engine) -> None:
+        """Ask a running engine again and again, all the way to its workers, whether it is alive: a frozen one says nothing by itself.
+
+        Not while it takes weights: what it is asked then waits behind them, and they have a deadline of their own.
+        """
+        timeout_s = self.limits.probe_timeout_s
+        while slot.engine is engine and slot.death is None:
+            await asyncio.sleep(self.limits.probe_every_s)
+            if slot.busy:
+                continue
+            slot.probe = asyncio.ensure_future(engine.probe())
+            await asyncio.wait({slot.probe}, timeout=timeout_s)
+            if not slot.probe.done():
+                slot.probe.cancel()
+                self._found_dead(slot, engine, f"it did not answer a health probe within {timeout_s:g} s")
+            elif not slot.probe.cancelled() and (error := slot.probe.exception()) is not None:
+                self._found_dead(slot, engine, f"a health probe failed: {error}")
+
+    def _found_dead(self, slot: Slot, engine: Engine, why: str) -> None:
+        """Begin to replace the engine. Many meet the same death; only the first reports it, and none may blame the successor."""
+        if slot.engine is engine and slot.death is None:
+            self._note_death(slot, why)
+            self._work_on(slot)
+
+    def _note_death(self, slot: Slot, why: str) -> None:
+        slot.death = slot.death or why
+        for call in slot.calls:
+            call.cancel()
 
     # --- bringing an engine up, and back -------------------------------------------------------------------------------------------
 
@@ -216,11 +314,26 @@ class EnginePool:
 
     def _work_on(self, slot: Slot) -> asyncio.Task[None]:
         """The one task that brings this slot up; started when there is none."""
-        if slot.work is None or slot.work.done():
-            slot.work = asyncio.create_task(self._bring_up(slot))
-            # Its error is kept in self.failure too; without this asyncio complains when nobody happened to wait.
-            slot.work.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return slot.work
+        return slot.work if slot.work is not None and not slot.work.done() else self._begin([slot], self._bring_up(slot))
+
+    def _begin(self, slots: Sequence[Slot], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work on these slots that nothing else may meet. When it is done turns go on, and a death that it left is seen to."""
+        task = asyncio.create_task(work)
+        for slot in slots:
+            slot.work = task
+            if slot.probe is not None:
+                slot.probe.cancel()  # it would wait behind the work
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.failure = self.failure or error
+            for slot in slots if self.failure is None else ():
+                if slot.death is not None:
+                    self._work_on(slot)
+            self._hand_out()
+
+        task.add_done_callback(done)
+        return task
 
     async def _bring_up(self, slot: Slot) -> None:
         """Replace the engine if it died, start it if it does not run, give it the published policy if it holds another."""
@@ -231,30 +344,38 @@ class EnginePool:
                 if slot.death is not None:
                     await self._replace(slot, slot.death)
                 if not slot.running:
-                    await within(self.start_timeout_s, slot.engine.start(), "its start")
+                    await within(self.limits.start_timeout_s, slot.engine.start(), "its start")
                     slot.running = True
+                    slot.watch = asyncio.create_task(self._watch(slot, slot.engine))
                 if self.published is not None and slot.version != self.published.version:
                     await self._update([slot], self.published)
             except EngineDied as error:
-                slot.death = str(error)
+                self._note_death(slot, str(error))
 
     async def _replace(self, slot: Slot, cause: str) -> None:
-        """Kill what is left of the engine and ask for a new one, unless that was done too often."""
+        """Kill what is left of the engine and ask for a new one, unless that was done too often of late."""
         await asyncio.to_thread(slot.engine.kill)
-        if self.counts.restarts >= self.max_restarts:
-            raise self._fail(slot, f"{cause}; rollout.max_restarts = {self.max_restarts} restarts are used up")
+        now, most, window_s = self.clock(), self.limits.max_restarts, self.limits.restart_window_s
+        while self.restarted_at and now - self.restarted_at[0] >= window_s:
+            self.restarted_at.popleft()
+        if len(self.restarted_at) >= most:
+            used_up = f"rollout.max_restarts = {most} within rollout.restart_window_s = {window_s:g} s are used up"
+            raise self._fail(slot, f"{cause}; {used_up}")
+        self.restarted_at.append(now)
         self.counts.restarts += 1
         self.counts.causes.append(f"{slot.engine.name} (pid {slot.engine.pid}): {cause}")
+        if slot.watch is not None:
+            slot.watch.cancel()
         slot.engine = self.make_engine(slot.index, slot.starts)
         slot.starts += 1
-        slot.running, slot.death, slot.version, slot.turns = False, None, NO_WEIGHTS, 0
+        slot.running, slot.death, slot.version, slot.turns, slot.calls = False, None, NO_WEIGHTS, 0, set()
 
     async def _update(self, slots: Sequence[Slot], policy: Policy) -> None:
         """Give these running engines the policy. Those that die are noted; EngineFailed when one has it not as it was sent."""
-        given = await policy.give([slot.engine for slot in slots], self.turn_timeout_s)
+        given = await policy.give([slot.engine for slot in slots], self.limits.turn_timeout_s)
         for slot, answer in zip(slots, given.answers, strict=True):
             if isinstance(answer, EngineDied):
-                slot.death = slot.death or str(answer)
+                self._note_death(slot, str(answer))
             elif isinstance(answer, Exception):
                 raise self._fail(slot, str(answer)) from None
             elif answer.version != policy.version or answer.digest != given.digest:

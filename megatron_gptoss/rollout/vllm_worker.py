@@ -7,9 +7,6 @@ It schedules nothing and decides nothing; `engine.py` drives it. The repairs are
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
+from megatron_gptoss.rollout.lifeline import die_with_parent
 from megatron_gptoss.sync.verify import MASK, NO_WEIGHTS, tensor_digest
 
 # --- repairs of the CPU path -------------------------------------------------------------------------------------------------------
@@ -203,9 +201,11 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
             raise ValueError(f"the model has no place for {name!r} {tuple(tensor.shape)}")
         for target in written:
             parameter = self.model.get_parameter(target)
+            # Experts and sinks are cut and copied without a look at their shapes. Each worker holds its share of them, but this bias whole.
             copied_as_it_is = target.endswith("sinks") or ".experts." in target
-            if copied_as_it_is and self.parallel_config.world_size == 1 and parameter.numel() != numel:
-                raise ValueError(f"{name!r} has {numel} elements, the model's {target!r} has {parameter.numel()}")
+            shares = 1 if target.endswith("w2_bias") else self.parallel_config.world_size
+            if copied_as_it_is and parameter.numel() * shares != numel:
+                raise ValueError(f"{name!r} has {numel} elements, the model's {target!r} has {parameter.numel() * shares}")
             self.times_written[target] += 1
 
     def finish_weight_update(self) -> None:
@@ -232,6 +232,9 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
 class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
 
+    def alive(self) -> None:
+        """A probe's question; that it returns is the answer."""
+
     def gpu_uuid(self) -> str:
         """Of the GPU this worker computes on; "" on a CPU."""
         import torch
@@ -243,18 +246,6 @@ class WorkerExtension:
         """(version held, tensors received in the last update, digest over them, what is wrong); NO_WEIGHTS without a whole policy."""
         transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return transfer.version, transfer.num_tensors, transfer.digest, transfer.problem
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends, so that no engine core outlives a killed actor.
-
-    That thread is the actor's event loop, which lives as long as the actor.
-    """
-    PR_SET_PDEATHSIG = 1
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request was in force
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 die_with_parent()

@@ -24,7 +24,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, WeightsRefused, start_engine
-from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolLimits
 from megatron_gptoss.sync.verify import NO_WEIGHTS, digest
 from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.types import TurnRequest, TurnResult
@@ -241,7 +241,7 @@ def test_each_request_has_its_own_limit_and_a_bad_one_hurts_nobody(bench: Bench)
         for bad in (ask(make_prompt(500), 13), ask((), 5), ask(make_prompt(5), 0)):
             with pytest.raises(ValueError, match="max_model_len = 512"):
                 await bench.engine.generate(bad)
-        assert await bench.engine.healthy()
+        await bench.engine.probe()
 
     bench.run(story())
 
@@ -327,7 +327,10 @@ def test_turns_survive_both_ways_of_dying_bit_for_bit_and_no_process_is_left(ben
     async def story() -> None:
         seen: list[psutil.Process] = []
         # The shared engine runs already, and its handle may be started once only.
-        pool = EnginePool(make_engine, 1, start_timeout_s=240, turn_timeout_s=100, max_restarts=2)
+        limits = PoolLimits(
+            16, start_timeout_s=240, turn_timeout_s=100, probe_every_s=5, probe_timeout_s=60, max_restarts=2, restart_window_s=3600
+        )
+        pool = EnginePool(make_engine, 1, limits)
         pool.slots[0].running = True
 
         async def kill_while_sampling(victim: str, asked: list[TurnRequest]) -> list[TurnResult]:

@@ -179,6 +179,20 @@ def test_an_engine_that_shares_the_gpu_takes_its_share():
     assert engine_memory(config)[0].num_bytes == 2 * 20_914_757_184
 
 
+@pytest.mark.parametrize("name", ["20b", "120b", "tiny"])
+def test_the_gpus_of_an_engine_hold_the_model_once_and_some_small_parts_each(name):
+    def weights(size: int) -> int:
+        return engine_memory(loaded(name, f"--rollout.tensor_parallel={size}").config)[0].num_bytes
+
+    model = loaded(name).config.model
+    # By hand: of each layer a router with its bias, two norms, attention's last bias, and the last bias of every expert; the final norm.
+    router = model.hidden_size * model.num_local_experts + model.num_local_experts
+    whole = model.num_hidden_layers * (router + 3 * model.hidden_size + model.num_local_experts * model.hidden_size) + model.hidden_size
+    width = 4 if name == "tiny" else 2
+    assert 2 * weights(2) - weights(1) == width * whole
+    assert weights(1) == width * count_parameters(model).total
+
+
 # ---- what does not fit --------------------------------------------------------------------------------------------------------------
 
 TOO_LARGE = [
@@ -226,9 +240,12 @@ def test_what_fits_is_not_judged_and_neither_is_a_cpu():
 
 def test_an_engine_must_hold_the_model():
     check_engine_memory(loaded("20b"))
-    with pytest.raises(ConfigError, match=r"needs 218\.2 GiB.*rollout\.gpu_memory_fraction = 0\.85 .*not built yet"):
-        check_engine_memory(loaded("120b"))
-    with pytest.raises(ConfigError, match=r"or rollout\.gpu_memory_fraction = 0\.30 or more\.$"):
+    check_engine_memory(loaded("120b"))
+    with pytest.raises(
+        ConfigError, match=r"needs 218\.2 GiB.*rollout\.gpu_memory_fraction = 0\.85 .*rollout\.tensor_parallel = 2 or more\.$"
+    ):
+        check_engine_memory(loaded("120b", "--rollout.tensor_parallel=1"))
+    with pytest.raises(ConfigError, match=r"Use rollout\.gpu_memory_fraction = 0\.30 or more, or rollout\.tensor_parallel = 2"):
         check_engine_memory(loaded("20b", "--rollout.gpu_memory_fraction=0.2"))
     check_engine_memory(loaded("20b", "--rollout.gpu_memory_fraction=0.3"))
 

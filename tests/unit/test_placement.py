@@ -30,6 +30,41 @@ def test_no_node_gets_more_than_its_gpus_and_none_is_skipped(ranks, engines, per
     assert list(p.trainer + p.engines) == sorted(p.trainer + p.engines), "in order: neighbours share a node"
 
 
+@given(ranks=st.integers(1, 40), engines=st.integers(1, 20), size=st.sampled_from([1, 2, 4, 8]), shared=st.booleans())
+def test_an_engine_s_gpus_lie_on_one_node_and_nobody_is_left_out(ranks, engines, size, shared):
+    engines = min(engines, ranks // size) if shared else engines
+    if engines == 0:
+        return
+    p = placed(
+        "--cluster.device=cuda", "--cluster.address=auto", f"--parallel.data={ranks}", f"--rollout.num_engines={engines}",
+        f"--rollout.tensor_parallel={size}", f"--cluster.share_gpus={str(shared).lower()}",
+    )  # fmt: skip
+    counts = Counter(p.gpu_nodes(with_engines=True))
+    assert max(counts.values()) <= 8 and sum(counts.values()) == ranks + (0 if shared else engines * size)
+    if shared:
+        taken = [rank for own in p.engine_ranks for rank in own]
+        assert taken == list(range(engines * size)), "each rank's GPU at most once, in order"
+        assert all({p.trainer[rank] for rank in own} == {node} for own, node in zip(p.engine_ranks, p.engines, strict=True))
+    else:
+        assert p.engine_ranks == ()
+        full = p.num_nodes * 8 - (8 - counts[p.num_nodes - 1])
+        assert full - sum(counts.values()) == p.gpus_left_idle < size, "idle are at most the few before the first engine that moved on"
+
+
+def test_gpus_that_are_too_few_for_an_engine_are_counted_and_named():
+    flags = [
+        "--cluster.device=cuda",
+        "--cluster.address=auto",
+        "--parallel.data=6",
+        "--rollout.num_engines=2",
+        "--rollout.tensor_parallel=4",
+    ]
+    assert placed(*flags).engines == (1, 1)
+    made = make_plan(load(*parse_flags([*flags, "--cluster.nodes=1"])), Cluster(2, 0))
+    assert "2 engines of rollout.tensor_parallel = 4 need 16 GPUs (2 of them idle" in made.shortfall
+    assert make_plan(load(*parse_flags([*flags, "--cluster.nodes=2"])), Cluster(2, 0)).shortfall == ""
+
+
 def test_two_nodes_without_gpus_give_the_engine_the_second():
     p = placed(str(CONFIGS / "tiny.toml"), "--cluster.address=auto", "--cluster.nodes=2", "--parallel.data=2")
     assert (p.trainer, p.engines) == ((0, 0), (1,))
@@ -39,7 +74,7 @@ def test_two_nodes_without_gpus_give_the_engine_the_second():
 
 
 def test_a_job_with_too_few_nodes_is_short_of_gpus():
-    files = [str(CONFIGS / "120b.toml")]  # 32 ranks and 8 engines
+    files = [str(CONFIGS / "120b.toml")]  # 32 ranks and 2 engines of 4
     for nodes, short in ((4, True), (5, False), (0, False)):
         loaded = load(*parse_flags([*files, f"--cluster.nodes={nodes}"]))
         made = make_plan(loaded, Cluster(2, 0))

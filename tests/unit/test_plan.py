@@ -162,6 +162,14 @@ RULES = [
     (["--parallel.data=64", "--rl.minibatches=2", "--sft.sequences_per_step=64"], "Use at most 32 ranks, or rl.sequences_per_step = 128."),
     (["--parallel.data=33"], "Use at most 32 ranks, or sft.sequences_per_step = 33."),
     (["--rollout.kv_cache_gib=0.01"], "Use rollout.kv_cache_gib = 0.02 or more"),
+    (["--rollout.tensor_parallel=3"], "Nearest working sizes: 2, 4."),
+    (
+        ["--rollout.tensor_parallel=16", "--model.num_key_value_heads=16", "--model.num_attention_heads=64", *GPU],
+        "Nearest working sizes: 8.",
+    ),
+    (["--rollout.tensor_parallel=4", "--cluster.gpus_per_node=6", "--cluster.share_gpus=true", "--parallel.data=6", *GPU], "sizes: 2."),
+    (["--rollout.num_engines=3", "--rollout.tensor_parallel=2", "--cluster.share_gpus=true", "--parallel.data=4", *GPU], "Use at most 2"),
+    (["--rollout.max_in_flight=63"], "Use 64 or more, or 0 for 128."),
     (["--cluster.first_port=65500"], "Use cluster.first_port = 65436."),
     (["--run.resume=a", "--run.init=b"], "leave out one of them"),
 ]

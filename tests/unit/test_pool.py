@@ -1,11 +1,12 @@
 """The pool's decisions, with an engine that lives in memory: where turns go, what a death leads to, that no mixed pool serves.
 
-The fake engine stands for the protocol only; real engines are in tests/e2e/test_engine.py.
+The fake engine stands for the protocol only; real engines are in tests/e2e/test_engine.py and test_many_engines.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
-from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolLimits
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import TurnRequest, TurnResult
 
@@ -23,7 +24,7 @@ DIGEST = 0xFEED
 
 
 class FakeEngine:
-    """Answers at once, or when `answer` is set; can be told to die, to refuse, or to confirm something else."""
+    """Answers at once, or when `answer` is set; can be told to die, to freeze, to refuse, or to confirm something else."""
 
     def __init__(self, name: str, log_path: Path) -> None:
         self.name, self.log_path, self.pid = name, str(log_path), 4000
@@ -31,13 +32,19 @@ class FakeEngine:
         self.requests: list[str] = []
         self.updates: list[int] = []
         self.running = self.killed = self.stopped = False
-        self.answer = asyncio.Event()
+        self.in_flight = self.most_in_flight = self.probes = 0
+        self.answer, self.alive = asyncio.Event(), asyncio.Event()  # when not alive it is frozen: it answers nothing, dead or not
         self.answer.set()
+        self.alive.set()
+        self.start_s = self.update_s = self.probe_s = 0.0
+        self.working = False  # starts or takes weights
         self.start_fails = self.dies_in_update = self.refuses = False
         self.confirms: HeldWeights | None = None
 
     async def start(self) -> None:
-        await asyncio.sleep(0)
+        self.working = True
+        await asyncio.sleep(self.start_s)
+        self.working = False
         if self.start_fails:
             raise EngineDied(f"{self.name} did not start")
         self.running = True
@@ -45,15 +52,32 @@ class FakeEngine:
     async def generate(self, request: TurnRequest) -> TurnResult:
         assert self.running and not self.killed
         self.requests.append(request.request_id)
-        await asyncio.sleep(0)
-        await self.answer.wait()
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(0)
+            await self.answer.wait()
+            await self.alive.wait()
+        finally:
+            self.in_flight -= 1
         if self.killed:
             raise EngineDied(f"{self.name} was killed")
         return TurnResult((7,), (-0.5,), "stop", self.held)
 
+    async def probe(self) -> None:
+        assert self.running and not self.working, "asked while it starts or takes weights"
+        self.probes += 1
+        await asyncio.sleep(self.probe_s)
+        await self.alive.wait()
+        if self.killed:
+            raise EngineDied(f"{self.name} was killed")
+
     async def update_weights(self, version: int, buckets: Any) -> HeldWeights:
         assert self.running and buckets == "the weights"
-        await asyncio.sleep(0)
+        self.working = True
+        await asyncio.sleep(self.update_s)
+        await self.alive.wait()
+        self.working = False
         self.updates.append(version)
         if self.dies_in_update:
             raise EngineDied(f"{self.name} died in an update")
@@ -91,8 +115,10 @@ class Workshop:
         return engine
 
 
-def new_pool(workshop: Workshop, num_engines: int = 2, max_restarts: int = 2, turn_timeout_s: float = 5.0) -> EnginePool:
-    return EnginePool(workshop, num_engines, start_timeout_s=5.0, turn_timeout_s=turn_timeout_s, max_restarts=max_restarts)
+def new_pool(workshop: Workshop, num_engines: int = 2, clock: Callable[[], float] = time.monotonic, **changes: Any) -> EnginePool:
+    """Without probes, unless `probe_every_s` is given."""
+    limits = {"max_in_flight": 100, "start_timeout_s": 5.0, "turn_timeout_s": 5.0, "probe_every_s": 1000.0, "probe_timeout_s": 0.3}
+    return EnginePool(workshop, num_engines, PoolLimits(**limits | {"max_restarts": 2, "restart_window_s": 1000.0} | changes), clock=clock)
 
 
 def turn(number: int, conversation: str | None = None) -> TurnRequest:
@@ -106,6 +132,11 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 def test_new_conversations_go_to_the_least_loaded_engine(tmp_path: Path) -> None:
@@ -287,5 +318,194 @@ def test_close_stops_and_kills_every_engine(tmp_path: Path) -> None:
         await pool.publish(InlinePolicy(0, "the weights", DIGEST))
         await pool.close()
         assert all(engine.stopped and engine.killed for engine in workshop.made)
+
+    run(story())
+
+
+def test_an_engine_is_given_so_many_turns_at_once_and_the_rest_go_first_come_first_served(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, max_in_flight=3)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        for engine in workshop.made:
+            engine.answer.clear()
+        done: list[int] = []
+
+        async def one(number: int) -> None:
+            await pool.generate(turn(number))
+            done.append(number)
+
+        waiting = [asyncio.create_task(one(n)) for n in range(20)]
+        await settle()
+        assert [engine.in_flight for engine in workshop.made] == [3, 3] and len(pool.waiting) == 14
+        for engine in workshop.made:
+            engine.answer.set()
+        await asyncio.gather(*waiting)
+        for engine in workshop.made:
+            assert engine.most_in_flight == 3
+            assert engine.requests == sorted(engine.requests, key=lambda name: int(name[1:])), "nobody overtakes"
+        assert sorted(done) == list(range(20)) and not pool.waiting and [slot.turns for slot in pool.slots] == [0, 0]
+
+    run(story())
+
+
+def test_a_conversation_whose_engine_is_full_goes_where_there_is_room(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        first, second = (pool := new_pool(workshop, max_in_flight=2)) and workshop.made
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        await pool.generate(turn(0, "a"))
+        first.answer.clear()
+        full = [asyncio.create_task(pool.generate(turn(n, "a"))) for n in (1, 2)]
+        await settle()
+        assert first.in_flight == 2
+        await pool.generate(turn(3, "a"))
+        assert second.requests == ["t3"]
+        first.answer.set()
+        await asyncio.gather(*full)
+        await pool.generate(turn(4, "a"))
+        assert second.requests == ["t3", "t4"], "where its last turn was, its prefix is cached"
+
+    run(story())
+
+
+def test_an_engine_that_comes_back_takes_its_share_of_those_who_wait(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, max_in_flight=2)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        first, second = workshop.made
+        for engine in workshop.made:
+            engine.answer.clear()
+        waiting = [asyncio.create_task(pool.generate(turn(n))) for n in range(10)]
+        await settle()
+        first.die()
+        await until(lambda: len(workshop.made) == 3 and len(workshop.made[2].requests) == 8)  # it answers at once, the second never
+        assert second.in_flight == 2
+        second.answer.set()
+        await asyncio.gather(*waiting)
+
+    run(story())
+
+
+def test_who_gives_up_waiting_leaves_no_place_taken(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, num_engines=1, max_in_flight=1)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        (engine,) = workshop.made
+        engine.answer.clear()
+        tasks = [asyncio.create_task(pool.generate(turn(n))) for n in range(4)]
+        await settle()
+        tasks[1].cancel()  # while it waits for a place
+        tasks[0].cancel()  # while it is sampled; its place goes to the third
+        await settle()
+        assert engine.requests == ["t0", "t2"]
+        engine.answer.set()
+        await asyncio.gather(*tasks[2:])
+        assert pool.slots[0].turns == 0 and not pool.waiting
+
+        taken = await pool._place("x")
+        place = asyncio.create_task(pool._place("y"))
+        await settle()
+        pool._free(*taken)
+        place.cancel()  # it has a place by now, and has not heard of it yet
+        await settle()
+        assert place.cancelled() and pool.slots[0].turns == 0
+
+    run(story())
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "with turns of long deadlines"])
+def test_a_frozen_engine_is_found_and_replaced_with_the_current_weights(tmp_path: Path, busy: bool) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, probe_every_s=0.05, probe_timeout_s=0.2, turn_timeout_s=1000.0)
+        await pool.publish(InlinePolicy(3, "the weights", DIGEST))
+        workshop.made[0].alive.clear()
+        asked = [asyncio.create_task(pool.generate(turn(n))) for n in range(6 if busy else 0)]
+        await until(lambda: len(workshop.made) == 3)
+        assert workshop.made[0].killed and "did not answer a health probe within 0.2 s" in pool.counts.causes[0]
+        assert [result.version for result in await asyncio.gather(*asked)] == [3] * len(asked)
+        await pool.start()
+        assert workshop.made[2].updates == [3] and pool.counts.redispatched_turns == len(asked) / 2
+        await until(lambda: workshop.made[2].probes > 1)  # the new one is watched too
+        assert pool.counts.restarts == 1 and not workshop.made[1].killed
+
+    run(story())
+
+
+def test_a_slow_engine_that_answers_in_time_lives(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path, lambda engine, index, attempt: setattr(engine, "probe_s", 0.3))
+        pool = new_pool(workshop, probe_every_s=0.01, probe_timeout_s=5.0)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        await until(lambda: all(engine.probes > 2 for engine in workshop.made))
+        assert pool.counts.restarts == 0
+
+    run(story())
+
+
+def test_starts_and_updates_are_not_probed_however_long_they_take(tmp_path: Path) -> None:
+    """The fake engine fails when it is asked meanwhile; a question that was asked before is withdrawn."""
+
+    def slow(engine: FakeEngine, index: int, attempt: int) -> None:
+        engine.start_s = engine.update_s = 0.5
+
+    async def story() -> None:
+        workshop = Workshop(tmp_path, slow)
+        pool = new_pool(workshop, probe_every_s=0.02, probe_timeout_s=0.1)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        for engine in workshop.made:
+            engine.probe_s = 0.5
+        await until(lambda: all(slot.probe is not None and not slot.probe.done() for slot in pool.slots))
+        await pool.publish(InlinePolicy(1, "the weights", DIGEST))
+        assert pool.counts.restarts == 0
+        for engine in workshop.made:
+            engine.probe_s, engine.probes = 0.0, 0
+        await until(lambda: all(engine.probes for engine in workshop.made))
+
+    run(story())
+
+
+def test_restarts_are_counted_within_a_window(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop, now = Workshop(tmp_path), [0.0]
+        pool = new_pool(workshop, num_engines=1, clock=lambda: now[0], max_restarts=2, restart_window_s=10.0)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+
+        async def lose_one() -> None:
+            workshop.made[-1].answer.clear()
+            asked = asyncio.create_task(pool.generate(turn(len(workshop.made))))
+            await settle()
+            workshop.made[-1].die()
+            await asked
+
+        for at in (0.0, 9.0, 10.0, 19.0):  # never three within ten seconds
+            now[0] = at
+            await lose_one()
+        now[0] = 19.5
+        with pytest.raises(EngineFailed, match=r"max_restarts = 2 within rollout\.restart_window_s = 10 s are used up"):
+            await lose_one()
+        assert pool.counts.restarts == 4
+
+    run(story())
+
+
+def test_a_surprise_while_an_engine_is_brought_up_reaches_those_who_wait(tmp_path: Path) -> None:
+    def no_second(engine: FakeEngine, index: int, attempt: int) -> None:
+        if attempt:
+            raise RuntimeError("no room for another actor")
+
+    async def story() -> None:
+        workshop = Workshop(tmp_path, no_second)
+        pool = new_pool(workshop, num_engines=1)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        workshop.made[0].answer.clear()
+        asked = [asyncio.create_task(pool.generate(turn(n))) for n in range(3)]
+        await settle()
+        workshop.made[0].die()
+        for each in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(each, RuntimeError)
 
     run(story())
