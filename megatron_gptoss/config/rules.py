@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from megatron_gptoss.config.layout import balanced_stages, stages
+from megatron_gptoss.config.layout import balanced_stages, stages, world_size
 from megatron_gptoss.config.load import FIELDS, Loaded, to_toml
 from megatron_gptoss.config.memory import kv_bytes_per_token
+from megatron_gptoss.config.schema import Config
 
 # Ids the model must have room for. The tiny tokenizer uses 339 of its 512.
 TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
@@ -26,7 +27,7 @@ NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values mea
 def broken_rules(loaded: Loaded) -> list[str]:
     rules = (
         _batch_rules, _rl_rules, _overlap_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules,
-        _attention_rules, _cpu_rules, _other_rules,
+        _attention_rules, _engine_rules, _cpu_rules, _other_rules,
     )  # fmt: skip
     return [message for rule in rules for message in rule(loaded)]
 
@@ -316,6 +317,51 @@ def _attention_rules(loaded: Loaded) -> Iterator[str]:
             yield (
                 f'{show(key)} computes in 16 bits only, and {show("trainer.dtype")}. Use {key} = "triton", or trainer.dtype = "bfloat16".'
             )
+
+
+def engine_sizes(config: Config) -> list[int]:
+    """GPUs (on a CPU: processes) that one engine may have. vLLM gives each whole kv heads and as many columns of every expert; it pads the
+    vocabulary."""
+    model, cluster = config.model, config.cluster
+    working = divisors(math.gcd(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size))
+    if cluster.device == "cpu":
+        return working
+    return [n for n in working if n <= cluster.gpus_per_node and not (cluster.share_gpus and cluster.gpus_per_node % n)]
+
+
+def _engine_rules(loaded: Loaded) -> Iterator[str]:
+    config, show = loaded.config, loaded.show
+    rollout, cluster = config.rollout, config.cluster
+    size, working = rollout.tensor_parallel, nearest(engine_sizes(config), rollout.tensor_parallel)
+    for key in ("model.num_attention_heads", "model.num_key_value_heads", "model.intermediate_size"):
+        if loaded.value(key) % size:
+            yield (
+                f"{show('rollout.tensor_parallel')} does not divide {show(key)}. Every GPU of an engine computes as many heads and columns "
+                f"of an expert. Nearest working sizes: {working}."
+            )
+            break
+    if cluster.device == "cuda" and size > cluster.gpus_per_node:
+        yield (
+            f"{show('rollout.tensor_parallel')} is more than {show('cluster.gpus_per_node')}. An engine's GPUs talk in every layer and "
+            f"must share a node. Nearest working sizes: {working}."
+        )
+    elif cluster.share_gpus and cluster.gpus_per_node % size:
+        yield (
+            f"{show('rollout.tensor_parallel')} does not divide {show('cluster.gpus_per_node')}, and with {show('cluster.share_gpus')} an "
+            f"engine would lie on two nodes. Nearest working sizes: {working}."
+        )
+    ranks = world_size(config)
+    if cluster.share_gpus and rollout.num_engines * size > ranks:
+        yield (
+            f"{show('rollout.num_engines')} of {show('rollout.tensor_parallel')} need {rollout.num_engines * size} GPUs, and with "
+            f"{show('cluster.share_gpus')} they have those of the trainer's {ranks} ranks. Use at most {max(ranks // size, 1)} engines."
+        )
+    running = 1 if rollout.deterministic else rollout.max_running
+    if 0 < rollout.max_in_flight < running:
+        yield (
+            f"{show('rollout.max_in_flight')} is less than {show('rollout.max_running')}, which an engine could then never reach. "
+            f"Use {running} or more, or 0 for {2 * running}."
+        )
 
 
 # Values that need a GPU -> what to use without one.

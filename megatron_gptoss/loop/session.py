@@ -57,7 +57,7 @@ from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.rollout.collect import CollectLimits, collect
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
-from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolCounts
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolCounts, PoolLimits
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
 from megatron_gptoss.trainer.how import CriticSettings
@@ -223,9 +223,8 @@ class Session:
         self.ending.callback(ray.shutdown)
         self.nodes = wait_for_nodes(self.plan.placement.num_nodes)
         if self.plan.device == "cuda":
-            place = self.plan.placement
-            engines = () if self.command == "sft" else place.engines
-            if problem := too_few_gpus(gpus_of(self.nodes), (*place.trainer, *engines)):
+            wanted = self.plan.placement.gpu_nodes(with_engines=self.command != "sft")
+            if problem := too_few_gpus(gpus_of(self.nodes), wanted):
                 raise MachineError(problem)
 
     def make_trainer(self, optimizer: OptimizerFields, *, total_updates: int) -> None:
@@ -296,7 +295,8 @@ class Session:
                 deterministic=c.rollout.deterministic,
                 seed=c.run.seed + index,
                 num_cpus=plan.engine_resources.num_cpus,
-                num_gpus=int(plan.engine_resources.num_gpus),
+                num_gpus=plan.placement.engine_gpus,
+                tensor_parallel=plan.engine_tensor_parallel,
                 experts_to_tell=c.model.num_local_experts if c.rl.router_replay == "engine" else 0,
             )
             return start_engine(settings, name, self.nodes[plan.placement.engines[index]])
@@ -304,9 +304,15 @@ class Session:
         self._pool = EnginePool(
             make,
             plan.num_engines,
-            start_timeout_s=c.rollout.start_timeout_s,
-            turn_timeout_s=c.rollout.turn_timeout_s,
-            max_restarts=c.rollout.max_restarts,
+            PoolLimits(
+                max_in_flight=plan.engine_max_in_flight,
+                start_timeout_s=c.rollout.start_timeout_s,
+                turn_timeout_s=c.rollout.turn_timeout_s,
+                probe_every_s=c.rollout.probe_every_s,
+                probe_timeout_s=c.rollout.probe_timeout_s,
+                max_restarts=c.rollout.max_restarts,
+                restart_window_s=c.rollout.restart_window_s,
+            ),
         )
         self.ending.callback(lambda: self.run(self.pool.close()))
 
