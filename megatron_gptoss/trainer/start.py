@@ -9,8 +9,9 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +27,16 @@ from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.errors import DeadlineExpired, GptossError, MachineError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rl.parity import PieceGap
+from megatron_gptoss.sync.transfer import Sent, SharedBuffers, Transfer
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import CriticStats, MicroBatch, PeakMemory, StepStats
 
 LOG_LINES = 12
+
+
+class Superseded(Exception):
+    """The trainer has been told to change the weights that were asked for; they are gone, or will be before they could be sent."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,15 @@ class RankResources:
 
 
 class TrainingWorld:
-    """Handles of all ranks. Every method is one phase with a deadline."""
+    """Handles of all ranks. Every method is one phase with a deadline.
 
-    def __init__(self, settings: TrainerSettings, resources: RankResources, nodes: Sequence[str]) -> None:
-        """`nodes[rank]`: Ray's id of the node that a rank belongs on."""
+    Phases may be asked for by several threads: the ranks work them off one after another, all in the same order.
+    """
+
+    def __init__(
+        self, settings: TrainerSettings, resources: RankResources, nodes: Sequence[str], worker: type[TrainerWorker] = TrainerWorker
+    ) -> None:
+        """`nodes[rank]`: Ray's id of the node that a rank belongs on. `worker`: what a rank is; tools make their own."""
         self.settings = settings
         self.timeout_s = settings.trainer.step_timeout_s
         environment = {"OMP_NUM_THREADS": str(settings.trainer.threads_per_rank)}
@@ -58,7 +69,7 @@ class TrainingWorld:
             if "triton" in (settings.trainer.attention, settings.trainer.backend_of_windowed_layers):
                 # Asked of the user's own environment by preflight; Ray's workers on another node would not have it.
                 environment["TRITON_INTERPRET"] = "1"
-        remote = ray.remote(TrainerWorker)
+        remote = ray.remote(worker)
         self.actors: list[Actor] = [
             remote.options(
                 name=f"trainer-{rank}-{os.getpid()}",
@@ -74,14 +85,23 @@ class TrainingWorld:
         # Ranks that share a model see the same microbatches.
         self._data = [settings.shape.data_index(rank) for rank in range(settings.shape.world)]
         self._last = "launch"
+        self._order = threading.Lock()  # held while a phase is handed to all ranks
+        self.changes = 0  # phases handed out that change the policy's weights
         self.healthy = True  # no rank has died or been given up
 
     def log(self, rank: int) -> Path:
         return Path(self.settings.log_dir) / f"trainer-{rank}.log"
 
-    def _all(self, phase: str, method: str, per_rank: Sequence[tuple]) -> list:
-        """Call `method` on every rank; the first failure or the deadline ends the phase."""
-        return self._wait(phase, [getattr(a, method).remote(*arguments) for a, arguments in zip(self.actors, per_rank, strict=True)])
+    def _all(self, phase: str, method: str, per_rank: Sequence[tuple], before: Callable[[], None] = lambda: None) -> list:
+        """Call `method` on every rank; the first failure or the deadline ends the phase. `before` runs when no other phase can come in
+        between, and may raise."""
+        with self._order:
+            before()
+            calls = [getattr(a, method).remote(*arguments) for a, arguments in zip(self.actors, per_rank, strict=True)]
+        return self._wait(phase, calls)
+
+    def _change(self) -> None:
+        self.changes += 1
 
     def _wait(self, phase: str, calls: list) -> list:
         pending, deadline = list(calls), time.monotonic() + self.timeout_s
@@ -142,7 +162,7 @@ class TrainingWorld:
         return self._same("build the model", "start", *meeting)[0]
 
     def resume(self, path: Path) -> Progress:
-        return self._same("load the checkpoint", "resume", str(path))[0]
+        return self._all("load the checkpoint", "resume", [(str(path),)] * len(self.actors), self._change)[0]
 
     def score(
         self,
@@ -176,7 +196,7 @@ class TrainingWorld:
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
         arguments = [([m[d] for m in minibatches], how, None if old is None else old[d]) for d in self._data]
-        return self._with_all_scores(self._all("update", "update", arguments))
+        return self._with_all_scores(self._all("update", "update", arguments, self._change))
 
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
         """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
@@ -209,6 +229,24 @@ class TrainingWorld:
 
     def export_weights(self) -> ExportedWeights:
         return self._same("gather the weights", "export_weights")[0]
+
+    def lend_buffers(self, dtype: str, bucket_bytes: int) -> list[SharedBuffers]:
+        """Of every rank, for one engine each."""
+        return self._same("lend its buffers", "lend_buffers", dtype, bucket_bytes)
+
+    def free_caches(self) -> None:
+        self._same("free its cache", "free_cache")
+
+    def send_weights(self, transfer: Transfer, slots: Sequence[tuple[int, ...] | None], changes: int) -> list[Sent]:
+        """What the sending ranks say, the lead first. `slots`: see sync.send.Sender.send, of each rank. `changes`: as they were when the
+        transfer's version was made; raises Superseded when they are others."""
+
+        def check() -> None:
+            if self.changes != changes:
+                raise Superseded(f"version {transfer.version} is gone: the trainer has changed its weights since")
+
+        sent = self._all("send the weights", "send_weights", [(transfer, own) for own in slots], check)
+        return [each for each in sent if each is not None]
 
     def save(self, path: Path, progress: Progress, needed_bytes: int, *, background: bool) -> None:
         """Begin a checkpoint. The last one must be finished."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megatron_gptoss.checkpoint.background import Planner, Saving
     from megatron_gptoss.checkpoint.progress import Progress
     from megatron_gptoss.rl.parity import PieceGap
+    from megatron_gptoss.sync.send import Sender
+    from megatron_gptoss.sync.transfer import Sent, SharedBuffers, Transfer
     from megatron_gptoss.trainer.critic import Critic
     from megatron_gptoss.trainer.how import TokenScores, Update
     from megatron_gptoss.trainer.passes import Minibatch
@@ -83,6 +85,7 @@ class TrainerWorker:
         self.settings, self.rank = settings, rank
         self.saving: Saving  # the checkpoint last begun
         self.planner: Planner | None = None
+        self._sender: Sender | None = None
         self._mend: list[Callable[[], None]] = []
         log = Path(settings.log_dir) / f"trainer-{rank}.log"
         self._log = log.open("a", buffering=1)
@@ -249,6 +252,29 @@ class TrainerWorker:
                 total, count = (total + digest(bucket)) & MASK, count + len(bucket)
                 wire.append(to_bytes(bucket))
         return ExportedWeights(ray.put(wire), count, total) if self.rank == 0 else None
+
+    @property
+    def sender(self) -> Sender:
+        from megatron_gptoss.sync.send import Sender
+
+        if self._sender is None:
+            self._sender = Sender(self.trainer.module, self.settings.model)
+        return self._sender
+
+    def lend_buffers(self, dtype: str, bucket_bytes: int) -> SharedBuffers:
+        """Handles for an engine on this rank's GPU."""
+        return self.sender.lend(dtype, bucket_bytes)
+
+    def free_cache(self) -> None:
+        """Give the GPU back what this rank only keeps for later."""
+        import torch
+
+        if self.settings.use_gpu:
+            torch.cuda.empty_cache()
+
+    def send_weights(self, transfer: Transfer, slots: tuple[int, ...] | None) -> Sent | None:
+        """Collective; see sync.send.Sender.send."""
+        return self.sender.send(transfer, slots)
 
     def save(self, path: str, progress: Progress, needed_bytes: int, background: bool) -> None:
         """Begin a checkpoint; it is complete when `finish_save` returns. CheckpointError when it cannot even begin."""
