@@ -1,7 +1,7 @@
 """One rollout engine: vLLM's AsyncLLM inside a Ray actor, on a CPU, on a GPU, or on several GPUs of one node.
 
-In: `EngineSettings`, turns as token ids, new weights as buckets of named tensors. Out: `TurnResult` (token ids, log-probs, policy version)
-and `HeldWeights`, the engine's own account after an update.
+In: `EngineSettings`, turns as token ids, new weights inside calls or where a call says they come from. Out: `TurnResult` (token ids,
+log-probs, policy version) and `HeldWeights`, the engine's own account after an update.
 It neither chooses between engines nor restarts one; `pool.py` does. Importing this module imports Ray but not vLLM: only the actor does.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from megatron_gptoss.config.placement import Place
 from megatron_gptoss.config.schema import MOST_IN_FLIGHT
 from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rollout.routes import token_routes
+from megatron_gptoss.sync.transfer import Receipt
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
@@ -84,7 +87,8 @@ class HeldWeights:
 
     version: PolicyVersion  # NO_WEIGHTS when it holds no whole policy
     num_tensors: int  # received in the last update
-    digest: int  # sync.verify.digest over what was received
+    digest: int  # over what was received, see sync/verify.py
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)  # where the time of the update went
 
 
 # --- inside the actor --------------------------------------------------------------------------------------------------------------
@@ -102,6 +106,7 @@ class Engine:
         self.settings = settings
         self.held = HeldWeights(NO_WEIGHTS, 0, 0)
         self.gate = UpdateGate()
+        self.asleep = False
         self.llm: Any = None
 
     async def start(self) -> EngineProcess:
@@ -199,6 +204,59 @@ class Engine:
             self.held = held
             return held
 
+    async def receive_weights(self, receipt: Receipt) -> HeldWeights:
+        """As `update_weights`, with weights that the workers fetch by themselves. An engine that is asleep wakes: first its weights, and
+        when they are whole its cache.
+
+        Raises WeightsRefused: the engine then holds NO_WEIGHTS, and may be given another update. EngineDied.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        version, laps = receipt.transfer.version, _Laps()
+        async with self.gate.update():
+            laps.mark("running turns end")
+            self.held = HeldWeights(NO_WEIGHTS, 0, 0)
+            try:
+                if self.asleep:
+                    await self.llm.wake_up(["weights"])
+                    laps.mark("wake weights")
+                # As bytes, because vLLM carries only plain values to its workers.
+                reports = await self.llm.collective_rpc("receive_policy", args=(pickle.dumps(receipt),))
+                laps.mark("receive")
+                if self.asleep:
+                    await self.llm.wake_up(["kv_cache"])
+                    self.asleep = False
+                    laps.mark("wake cache")
+                if not await self.llm.reset_prefix_cache():
+                    raise RuntimeError("vLLM did not reset its prefix cache")
+            except EngineDeadError as error:
+                raise EngineDied(f"vLLM's engine core died during an update: {error}") from None
+            except Exception as error:
+                raise WeightsRefused(f"update to version {version}: {error}") from None
+            for _, _, _, problem, _ in reports:
+                if problem:
+                    raise WeightsRefused(f"update to version {version}: {problem}")
+            accounts = {tuple(report[:3]) for report in reports}
+            if len(accounts) != 1:
+                raise WeightsRefused(f"update to version {version}: vLLM's workers disagree: {sorted(accounts)}")
+            laps.mark("confirm")
+            parts = {f"worker: {part}": seconds for part, seconds in reports[0][4].items()}
+            held_version, num_tensors, digest = accounts.pop()
+            self.held = HeldWeights(held_version, num_tensors, digest, laps.seconds | parts)
+            return self.held
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back: weights and cache are gone, and the next update wakes the engine. No turn may be running."""
+        async with self.gate.update():
+            self.held = HeldWeights(NO_WEIGHTS, 0, 0)
+            if self.settings.sleeps and not self.asleep:
+                await self.llm.sleep(level=2)
+                self.asleep = True
+
+    async def peak_memory(self) -> list[tuple[int, int]]:
+        """Of each worker: see vllm_worker.WorkerExtension.peak_memory."""
+        return [tuple(peak) for peak in await self.llm.collective_rpc("peak_memory")]
+
     async def _leave_update(self) -> None:
         """vLLM refuses the next start while an update is open, and only finishing closes one; it complains when none is open."""
         with contextlib.suppress(Exception):
@@ -220,6 +278,19 @@ class Engine:
         if self.llm is not None:
             self.llm.shutdown()
             self.llm = None
+
+
+class _Laps:
+    """Seconds of each part of a call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] = now - self.last
+        self.last = now
 
 
 class UpdateGate:
@@ -290,6 +361,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments |= {
             "gpu_memory_utilization": settings.gpu_memory_fraction,
             "moe_backend": "triton",  # keeps the experts' layout; the FlashInfer backends permute it at load, and an update would not
+            "enable_sleep_mode": settings.sleeps,
         }
         if settings.gpu_kv_cache_gib:
             arguments["kv_cache_memory_bytes"] = int(settings.gpu_kv_cache_gib * 2**30)
@@ -369,6 +441,16 @@ class EngineHandle:
     async def update_weights(self, version: PolicyVersion, buckets: Any) -> HeldWeights:
         """`buckets`: a list of buckets (sync/wire.py), or a Ray reference to one, which the actor reads by itself."""
         return await self._call("update_weights", version, buckets)
+
+    async def receive_weights(self, receipt: Receipt) -> HeldWeights:
+        """Weights come from where the receipt says."""
+        return await self._call("receive_weights", receipt)
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def peak_memory(self) -> list[tuple[int, int]]:
+        return await self._call("peak_memory")
 
     async def version(self) -> PolicyVersion:
         return await self._call("version")
