@@ -14,7 +14,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
 # Calls an actor accepts at once. Turns in flight are bounded by the pool, well below, so that no probe ever waits behind them.
 MAX_CALLS_AT_ONCE = MOST_IN_FLIGHT + 192
+INTERRUPT_AGAIN_S = 0.05  # a turn that vLLM did not know yet when it was told to abort it
 
 
 class EngineDied(Exception):
@@ -105,7 +106,7 @@ class Engine:
             SPANS.open(Path(settings.trace_path))
         self.settings = settings
         self.held = HeldWeights(NO_WEIGHTS, 0, 0)
-        self.gate = UpdateGate()
+        self.gate = UpdateGate(self.abort)
         self.asleep = False
         self.llm: Any = None
 
@@ -126,7 +127,8 @@ class Engine:
         return EngineProcess(socket.gethostname(), me.pid, tuple(child.pid for child in me.children(recursive=True)))
 
     async def generate(self, request: TurnRequest) -> TurnResult:
-        """Sample one turn. Waits while an update runs, so all its tokens come from one version.
+        """Sample one turn. Waits while an update runs, so all its tokens come from one version; one that an update may interrupt, and does,
+        returns what it has with stop reason "interrupted".
 
         Raises: ValueError for a request that cannot be served; WeightsRefused when there is no whole policy; EngineDied.
         """
@@ -145,7 +147,7 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async with self.gate.turn():
+        async with self.gate.turn(request) as running:
             version = self.held.version
             if version == NO_WEIGHTS:
                 raise WeightsRefused("the engine holds no whole policy; publish one first")
@@ -162,7 +164,8 @@ class Engine:
         turn = final.outputs[0]
         logp = tuple(at[token].logprob for token, at in zip(turn.token_ids, turn.logprobs or (), strict=True))
         routes = token_routes(turn.routed_experts, self.settings.experts_to_tell) if self.settings.experts_to_tell else None
-        result = TurnResult(tuple(turn.token_ids), logp, turn.finish_reason, version, routes)
+        stop_reason = "interrupted" if turn.finish_reason == "abort" and running.interrupted else turn.finish_reason
+        result = TurnResult(tuple(turn.token_ids), logp, stop_reason, version, routes)
         result.check()
         return result
 
@@ -171,7 +174,7 @@ class Engine:
         await self.llm.abort(request_id)
 
     async def update_weights(self, version: PolicyVersion, buckets: Sequence[bytes]) -> HeldWeights:
-        """Wait for running turns, replace all weights, forget cached prefixes, and return the worker's own account.
+        """Wait for running turns or interrupt them, replace all weights, forget cached prefixes, and return the worker's own account.
 
         Raises: WeightsRefused when any tensor is unknown, misshapen, missing or double; the engine then holds NO_WEIGHTS. EngineDied.
         """
@@ -293,24 +296,32 @@ class _Laps:
         self.last = now
 
 
-class UpdateGate:
-    """Turns run side by side; an update runs alone, and turns that come meanwhile wait for it."""
+@dataclass
+class RunningTurn:
+    interruptible: bool
+    interrupted: bool = False  # by an update, which waits for it to end
 
-    def __init__(self) -> None:
-        self.turns = 0
+
+class UpdateGate:
+    """Turns run side by side; an update runs alone, and turns that come meanwhile wait for it. It waits for those that run, but has `abort`
+    end the interruptible ones."""
+
+    def __init__(self, abort: Callable[[str], Awaitable[None]]) -> None:
+        self.abort = abort
+        self.turns: dict[str, RunningTurn] = {}
         self.updating = False
         self.changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, request: TurnRequest) -> AsyncIterator[RunningTurn]:
         async with self.changed:
             await self.changed.wait_for(lambda: not self.updating)
-            self.turns += 1
+            running = self.turns[request.request_id] = RunningTurn(request.interruptible)
         try:
-            yield
+            yield running
         finally:
             async with self.changed:
-                self.turns -= 1
+                del self.turns[request.request_id]
                 self.changed.notify_all()
 
     @contextlib.asynccontextmanager
@@ -318,13 +329,24 @@ class UpdateGate:
         async with self.changed:
             await self.changed.wait_for(lambda: not self.updating)
             self.updating = True
-            await self.changed.wait_for(lambda: self.turns == 0)
         try:
+            while self.turns:
+                await self._interrupt()
+                with contextlib.suppress(TimeoutError):
+                    async with self.changed, asyncio.timeout(INTERRUPT_AGAIN_S):
+                        await self.changed.wait_for(lambda: not self.turns)
             yield
         finally:
             async with self.changed:
                 self.updating = False
                 self.changed.notify_all()
+
+    async def _interrupt(self) -> None:
+        for request_id, running in list(self.turns.items()):
+            if running.interruptible:
+                running.interrupted = True
+                with contextlib.suppress(Exception):  # a dead engine core; the turn says so itself
+                    await self.abort(request_id)
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
