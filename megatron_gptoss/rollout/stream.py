@@ -62,12 +62,10 @@ class RolloutStream:
         self.groups_per_step, self.max_lag_steps = groups_per_step, max_lag_steps
         self.next_number = first
         self.steps_to_take = num_steps
-        self.waits_for_weights = False  # a step was taken, and the engines have not got its weights yet
         self.begun: deque[_Begun] = deque()  # in the prompts' order
 
     async def run_ahead(self) -> None:
         """Call at the start, and when the engines hold what the last step made of the policy: begin what may be begun now."""
-        self.waits_for_weights = False
         self._begin_allowed()
 
     async def take(self, version: PolicyVersion) -> Taken:
@@ -98,7 +96,6 @@ class RolloutStream:
                 raise EngineFailed(f"{num_stale} groups in a row are stale: the engines sample with a policy {age} versions old")
             self._begin_allowed(behind=len(groups))
         self.steps_to_take -= 1
-        self.waits_for_weights = True
         span_s = max(ended for _, ended in spans) - min(begun for begun, _ in spans)
         return Taken(groups, len(groups) + num_stale, num_stale, span_s)
 
@@ -111,10 +108,8 @@ class RolloutStream:
         self.begun.clear()
 
     def _begin_allowed(self, behind: int = 0) -> None:
-        """`behind`: groups that the step being taken has already. While a taken step's weights are on their way, the step after it is one
-        step ahead of the engines."""
-        ahead = self.max_lag_steps + 1 - self.waits_for_weights
-        allowed = min(ahead, self.steps_to_take) * self.groups_per_step - behind
+        """The step that is next starts from the weights that the engines hold. `behind`: groups that it has already."""
+        allowed = min(self.max_lag_steps + 1, self.steps_to_take) * self.groups_per_step - behind
         missing = max(allowed - len(self.begun), 0)
         for prompt in self.prompts(self.next_number, missing):
             self.begun.append(_Begun(asyncio.create_task(self._timed(prompt)), self.clock()))
