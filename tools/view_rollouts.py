@@ -1,53 +1,77 @@
-"""Read what the policy said: `python tools/view_rollouts.py RUN [--step N] [--n 3] [--held-out] [--reward 0]`.
+"""Read what the policy said.
 
-In: a run directory's archived rollouts. Out: conversations in full, with their rewards, on the terminal. Changes nothing.
+    python tools/view_rollouts.py RUN                     # on a terminal: one conversation at a time, in colour; ? names the keys
+    python tools/view_rollouts.py RUN --step 3 --reward 0 --plain --tokens
+    python tools/view_rollouts.py RUN --html              # a page to open from the disk: RUN/rollouts.html
+
+In: a run directory's archived rollouts, with the scores beside them. Out: conversations in full, on the terminal or as one page. Without a
+terminal it is plain text. Changes nothing but the page it writes.
 """
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_gptoss.data.prompts import read_json_lines
+from megatron_gptoss.config.load import load
+from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import ConfigError, GptossError
+from megatron_gptoss.obs.browse import Filter, Place, Reader, browse, plain
 from megatron_gptoss.obs.console import Console
+from megatron_gptoss.obs.rollouts_page import TOKENS, write_page
 from megatron_gptoss.obs.run_dir import RunDir
-from megatron_gptoss.rollout.archive import read_archive
-
-
-def archives(run: Path, held_out: bool) -> dict[int, Path]:
-    """Step -> file, in order of steps."""
-    pattern = r"eval-step-(\d+)\.jsonl" if held_out else r"step-(\d+)\.jsonl"
-    found = {int(match[1]): path for path in RunDir(run).rollouts.glob("*.jsonl") if (match := re.fullmatch(pattern, path.name))}
-    return dict(sorted(found.items()))
+from megatron_gptoss.obs.shelf import Archive, archives, choose
+from megatron_gptoss.obs.transcript import Measure
 
 
 def view(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     step: Annotated[int | None, typer.Option(help="Step to look at; left out: the last one.")] = None,
-    n: Annotated[int, typer.Option(help="How many conversations.")] = 3,
     held_out: Annotated[bool, typer.Option("--held-out", help="Those of held-out evaluations instead of training.")] = False,
+    group: Annotated[int | None, typer.Option(min=1, help="Group to begin with, from 1.")] = None,
     reward: Annotated[float | None, typer.Option(help="Only conversations with this reward.")] = None,
+    label: Annotated[str, typer.Option(help="Only those that the task gave this label.")] = "",
+    prompt: Annotated[str, typer.Option(help="Only those whose prompt has this text, or this in its id.")] = "",
+    colour: Annotated[Measure, typer.Option(help="What the colour of a token says.")] = "advantage",
+    as_text: Annotated[bool, typer.Option("--plain", help="Plain text, also on a terminal.")] = False,
+    n: Annotated[int, typer.Option(min=1, help="Plain text: how many conversations.")] = 3,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Plain text: a line for each sampled token, with its numbers.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write one page of the whole run.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where --html writes; left out: RUN/rollouts.html.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens on the page of --html, over all steps.")] = TOKENS,
 ) -> None:
-    """Print archived conversations of a run."""
-    files = archives(run, held_out)
-    if not files:
-        raise ConfigError(f"{RunDir(run).rollouts} has no archived rollouts{' of held-out evaluations' if held_out else ''}.")
-    chosen = step if step is not None else max(files)
-    if chosen not in files:
-        raise ConfigError(f"--step {chosen} has no archive. There are steps {', '.join(map(str, files))}.")
-    rollouts = [rollout for group in read_archive(files[chosen]) for rollout in group.rollouts]
-    # The archive keeps the decoded text for readers like this one; `read_archive` gives the tokens only.
-    texts = {(value["prompt_id"], value["index"]): value["text"] for _, value in read_json_lines(files[chosen])}
-    matching = [r for r in rollouts if reward is None or r.reward == reward]
+    """Read a run's archived conversations: on a terminal, as plain text, or as a page."""
+    if out is not None and not html:
+        raise ConfigError(f"--out {out} says where --html writes its page. Use both, or neither.")
+    found, tokenizer = archives(run), load_tokenizer(load([RunDir(run).config_file]).config)
+    if html:
+        make_page(run, found, tokenizer, out or run / "rollouts.html", max_tokens)
+        return
+    of_kind, place = choose(found, held_out=held_out, step=step)
+    chosen = Filter("all" if reward is None else f"{reward:g}", label, prompt)
+    reader = Reader(found, Place(tuple(of_kind), place, measure=colour, filter=chosen), tokenizer)
+    kept = reader.kept
+    begin = next((i for i, t in enumerate(kept) if group is None or t.group >= group - 1), 0)
+    if not as_text and sys.stdin.isatty() and sys.stdout.isatty():
+        for _ in range(begin):
+            reader.press("n")
+        browse(reader)
+        return
+    for t in kept[begin : begin + n]:
+        print(plain(t, tokens=tokens))
+    shown, every = len(kept[begin : begin + n]), reader.all
+    mean = sum(t.rollout.reward for t in every) / len(every)
+    print(f"{reader.archive.path}: {shown} of {len(kept)} shown; {len(every)} conversations, mean reward {mean:.3f}")
+
+
+def make_page(run: Path, found: list[Archive], tokenizer: Tokenizer, out: Path, max_tokens: int) -> None:
     console = Console()
-    for rollout in matching[:n]:
-        console.rollout(rollout, texts[rollout.prompt.id, rollout.index])
-    mean = sum(r.reward for r in rollouts) / len(rollouts)
-    console.say(f"{files[chosen]}: {min(n, len(matching))} of {len(matching)} shown; {len(rollouts)} conversations, mean reward {mean:.3f}")
+    with console.progress("reading rollouts", total=len(found), unit="archives") as bar:
+        write_page(run.resolve().name, found, tokenizer, out, tokens=max_tokens, bar=bar)
+    console.say(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
@@ -55,3 +79,5 @@ if __name__ == "__main__":
         typer.run(view)
     except GptossError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away, as `head` does
