@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -112,12 +114,13 @@ class Slot:
         return self.work is not None and not self.work.done()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Waiting:
     """A turn that waits for a place on an engine."""
 
-    conversation_id: str
-    place: asyncio.Future[tuple[Slot, Engine]]
+    ticket: int  # the lowest is served first; a turn keeps its own when its engine dies
+    conversation_id: str = field(compare=False)
+    place: asyncio.Future[tuple[Slot, Engine]] = field(compare=False)
 
 
 @dataclass
@@ -144,7 +147,8 @@ class EnginePool:
         self.slots = [Slot(index, make_engine(index, 0)) for index in range(num_engines)]
         self.published: Policy | None = None
         self.home: dict[str, int] = {}  # conversation -> slot, since the last publish; that one emptied the prefix caches anyway
-        self.waiting: deque[Waiting] = deque()  # first come, first served
+        self.tickets = itertools.count()
+        self.waiting: list[Waiting] = []  # a heap: first come, first served
         self.restarted_at: deque[float] = deque()  # within the last restart_window_s
         self.failure: BaseException | None = None  # the pool serves nothing more
         self.counts = PoolCounts()
@@ -180,9 +184,9 @@ class EnginePool:
         """
         if self.published is None:
             raise EngineFailed("a turn was asked for before any policy was published to the engines")
-        asked, attempt = request, 0
+        asked, attempt, ticket = request, 0, next(self.tickets)
         while True:
-            slot, engine = await self._place(request.conversation_id)
+            slot, engine = await self._place(ticket, request.conversation_id)
             try:
                 return await self._ask(slot, engine, asked)
             except EngineDied as error:
@@ -207,10 +211,10 @@ class EnginePool:
 
     # --- where a turn goes ---------------------------------------------------------------------------------------------------------
 
-    async def _place(self, conversation_id: str) -> tuple[Slot, Engine]:
+    async def _place(self, ticket: int, conversation_id: str) -> tuple[Slot, Engine]:
         """Wait for a place on an engine, which `_free` gives back. Raises what ended the pool."""
-        waiting = Waiting(conversation_id, asyncio.get_running_loop().create_future())
-        self.waiting.append(waiting)
+        waiting = Waiting(ticket, conversation_id, asyncio.get_running_loop().create_future())
+        heapq.heappush(self.waiting, waiting)
         self._hand_out()
         try:
             return await waiting.place
@@ -237,7 +241,7 @@ class EnginePool:
                 slot.turns += 1
                 self.home[first.conversation_id] = slot.index
                 first.place.set_result((slot, slot.engine))
-            self.waiting.popleft()
+            heapq.heappop(self.waiting)
         if self.waiting and not any(self._serves(slot) for slot in self.slots):
             for slot in self.slots:
                 self._work_on(slot)

@@ -388,6 +388,21 @@ def test_an_engine_that_comes_back_takes_its_share_of_those_who_wait(tmp_path: P
     run(story())
 
 
+def test_turns_that_lost_their_engine_do_not_wait_behind_those_who_came_later(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, num_engines=1, max_in_flight=3)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        workshop.made[0].answer.clear()
+        waiting = [asyncio.create_task(pool.generate(turn(n))) for n in range(9)]
+        await settle()
+        workshop.made[0].die()
+        await asyncio.gather(*waiting)
+        assert workshop.made[1].requests == ["t0.retry1", "t1.retry1", "t2.retry1", "t3", "t4", "t5", "t6", "t7", "t8"]
+
+    run(story())
+
+
 def test_who_gives_up_waiting_leaves_no_place_taken(tmp_path: Path) -> None:
     async def story() -> None:
         workshop = Workshop(tmp_path)
@@ -405,8 +420,8 @@ def test_who_gives_up_waiting_leaves_no_place_taken(tmp_path: Path) -> None:
         await asyncio.gather(*tasks[2:])
         assert pool.slots[0].turns == 0 and not pool.waiting
 
-        taken = await pool._place("x")
-        place = asyncio.create_task(pool._place("y"))
+        taken = await pool._place(5, "x")
+        place = asyncio.create_task(pool._place(6, "y"))
         await settle()
         pool._free(*taken)
         place.cancel()  # it has a place by now, and has not heard of it yet
