@@ -40,6 +40,7 @@ class TurnRequest:
     stop_token_ids: tuple[int, ...]  # sampling ends after one of these; it is part of the result
     temperature: float
     seed: int | None = None  # None: the engine's own stream
+    order: int = 0  # turns of a lower one are served first, whenever they come
     interruptible: bool = False  # an update need not wait for it: it then ends early, with stop reason "interrupted"
 
 

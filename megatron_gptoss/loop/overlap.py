@@ -40,13 +40,14 @@ def open_stream(session: Session) -> RolloutStream:
     """Rollouts of the prompts that were not trained on yet. Those on their way when a run ended are begun again when it is resumed."""
     c, plan, progress = session.config, session.plan, session.progress
 
-    async def roll(prompt: Prompt) -> RolloutGroup:
+    async def roll(prompt: Prompt, number: int) -> RolloutGroup:
         (group,) = await session.collecting(
             [prompt],
             group_size=c.rollout.group_size,
             step=session.progress.step,
             version=None,
             routes=c.rl.router_replay == "engine",
+            order=number + 1,  # the step that waits first; and an evaluation, for which all wait, before it
         )
         return group
 

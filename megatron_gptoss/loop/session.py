@@ -406,6 +406,7 @@ class Session:
         step: int,
         version: int | None,
         routes: bool = False,
+        order: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Coroutine[Any, Any, list[RolloutGroup]]:
         """What `collect` waits for, to be awaited in the event loop. `version` None: of whatever policy the engines hold meanwhile."""
@@ -428,6 +429,7 @@ class Session:
             step=step,
             version=version,
             routes=routes,
+            order=order,
             progress=progress,
         )
 

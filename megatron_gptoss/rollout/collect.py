@@ -61,11 +61,12 @@ async def collect(
     step: int,
     version: PolicyVersion | None = None,
     routes: bool = False,
+    order: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RolloutGroup]:
     """`group_size` rollouts of every prompt, with `progress(done, total)` after each. `version`: the policy that must have sampled every
     turn, None to accept any; then updates may interrupt turns, unless `routes` are kept, which an interrupted turn comes without.
-    `routes`: keep which experts the engine sent each token to. Prompt ids must be unique.
+    `routes`: keep which experts the engine sent each token to. `order`: turns of a lower one are served first. Prompt ids must be unique.
 
     The first failure cancels the other conversations and is raised: what the pool raises; EngineFailed for a turn sampled by another
     policy, or without the routes it should have; ConfigError for a prompt that leaves no room to answer; RunFailed, naming prompt and
@@ -75,7 +76,7 @@ async def collect(
         raise ValueError("two prompts of one step have the same id, and would be given the same seeds")
     call = next(_calls)
     threads = ThreadPoolExecutor(TASK_THREADS, thread_name_prefix=f"task-{task.name}")
-    common = _Common(pool, task, tokenizer, limits, version, routes, run_seed, step, call, threads)
+    common = _Common(pool, task, tokenizer, limits, version, routes, order, run_seed, step, call, threads)
     total, done = len(prompts) * group_size, itertools.count(1)
 
     async def one(prompt: Prompt, index: int) -> Rollout:
@@ -124,6 +125,7 @@ class _Common:
     limits: CollectLimits
     version: PolicyVersion | None
     wants_routes: bool
+    order: int
     run_seed: int
     step: int
     call: int
@@ -196,6 +198,7 @@ class _Walk:
                 stop_token_ids=stops,
                 temperature=common.limits.temperature,
                 seed=turn_seed(common.run_seed, common.step, self.prompt.id, self.index, turn) if common.limits.seeded else None,
+                order=common.order,
                 interruptible=common.interruptible,
             )
             result = await common.pool.generate(request)

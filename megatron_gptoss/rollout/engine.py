@@ -154,7 +154,8 @@ class Engine:
             final = None
             try:
                 with SPANS("turn", beside=True):
-                    async for output in self.llm.generate({"prompt_token_ids": list(request.token_ids)}, params, request.request_id):
+                    prompt = {"prompt_token_ids": list(request.token_ids)}
+                    async for output in self.llm.generate(prompt, params, request.request_id, priority=request.order):
                         final = output
             except EngineDeadError as error:
                 # vLLM's exception would make the driver import vLLM to read it.
@@ -360,6 +361,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": 1 if settings.deterministic else settings.max_running,
+        "scheduling_policy": "priority",  # of equal priorities first come, first served
         "enable_prefix_caching": not settings.deterministic,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
         "worker_extension_cls": "megatron_gptoss.rollout.vllm_worker.WorkerExtension",

@@ -118,7 +118,7 @@ class Slot:
 class Waiting:
     """A turn that waits for a place on an engine."""
 
-    ticket: int  # the lowest is served first; a turn keeps its own when its engine dies
+    ticket: tuple[int, int]  # its order, then when it came: the lowest is served first; a turn keeps its own when its engine dies
     conversation_id: str = field(compare=False)
     place: asyncio.Future[tuple[Slot, Engine]] = field(compare=False)
 
@@ -148,7 +148,7 @@ class EnginePool:
         self.published: Policy | None = None
         self.home: dict[str, int] = {}  # conversation -> slot, since the last publish; that one emptied the prefix caches anyway
         self.tickets = itertools.count()
-        self.waiting: list[Waiting] = []  # a heap: first come, first served
+        self.waiting: list[Waiting] = []  # a heap: first come, first served, among those of the same order
         self.restarted_at: deque[float] = deque()  # within the last restart_window_s
         self.failure: BaseException | None = None  # the pool serves nothing more
         self.counts = PoolCounts()
@@ -184,7 +184,7 @@ class EnginePool:
         """
         if self.published is None:
             raise EngineFailed("a turn was asked for before any policy was published to the engines")
-        asked, attempt, ticket = request, 0, next(self.tickets)
+        asked, attempt, ticket = request, 0, (request.order, next(self.tickets))
         while True:
             slot, engine = await self._place(ticket, request.conversation_id)
             try:
@@ -211,7 +211,7 @@ class EnginePool:
 
     # --- where a turn goes ---------------------------------------------------------------------------------------------------------
 
-    async def _place(self, ticket: int, conversation_id: str) -> tuple[Slot, Engine]:
+    async def _place(self, ticket: tuple[int, int], conversation_id: str) -> tuple[Slot, Engine]:
         """Wait for a place on an engine, which `_free` gives back. Raises what ended the pool."""
         waiting = Waiting(ticket, conversation_id, asyncio.get_running_loop().create_future())
         heapq.heappush(self.waiting, waiting)

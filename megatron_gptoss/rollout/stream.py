@@ -44,13 +44,13 @@ class _Begun:
 
 
 class RolloutStream:
-    """All methods in the event loop. `prompts(number, count)` gives the prompts from `number` on; `first` is the first number that was
+    """All methods in the event loop. `prompts(number, count)` gives the prompts from `number` on, `roll(prompt, number)` a group; `first` is the first number that was
     never trained on. What no step before the end of `num_steps` would take is not begun."""
 
     def __init__(
         self,
         prompts: Callable[[int, int], Sequence[Prompt]],
-        roll: Callable[[Prompt], Awaitable[RolloutGroup]],
+        roll: Callable[[Prompt, int], Awaitable[RolloutGroup]],
         *,
         first: int,
         groups_per_step: int,
@@ -111,12 +111,12 @@ class RolloutStream:
         """The step that is next starts from the weights that the engines hold. `behind`: groups that it has already."""
         allowed = min(self.max_lag_steps + 1, self.steps_to_take) * self.groups_per_step - behind
         missing = max(allowed - len(self.begun), 0)
-        for prompt in self.prompts(self.next_number, missing):
-            self.begun.append(_Begun(asyncio.create_task(self._timed(prompt)), self.clock()))
+        for number, prompt in enumerate(self.prompts(self.next_number, missing), start=self.next_number):
+            self.begun.append(_Begun(asyncio.create_task(self._timed(prompt, number)), self.clock()))
         self.next_number += missing
 
-    async def _timed(self, prompt: Prompt) -> tuple[RolloutGroup, float]:
-        return await self.roll(prompt), self.clock()
+    async def _timed(self, prompt: Prompt, number: int) -> tuple[RolloutGroup, float]:
+        return await self.roll(prompt, number), self.clock()
 
     def _raise_failure(self) -> None:
         for each in self.begun:

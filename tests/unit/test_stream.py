@@ -31,8 +31,8 @@ class World:
     def prompts(self, number: int, count: int) -> list[Prompt]:
         return [Prompt(str(n), "t", "", "") for n in range(number, number + count)]
 
-    async def roll(self, prompt: Prompt) -> RolloutGroup:
-        number = int(prompt.id)
+    async def roll(self, prompt: Prompt, number: int) -> RolloutGroup:
+        assert prompt.id == str(number)
         self.begun.append((number, self.version))
         self.walking[number] = []
         self.finished[number] = asyncio.get_running_loop().create_future()
@@ -155,9 +155,9 @@ class Backward(World):
 
     stale: tuple[int, ...] = ()
 
-    async def roll(self, prompt: Prompt) -> RolloutGroup:
-        done = await super().roll(prompt)
-        return group(prompt, [-2] * TOKENS) if int(prompt.id) in self.stale else done
+    async def roll(self, prompt: Prompt, number: int) -> RolloutGroup:
+        done = await super().roll(prompt, number)
+        return group(prompt, [-2] * TOKENS) if number in self.stale else done
 
 
 @pytest.mark.parametrize("stale", [(), (0,), (1,), (0, 1), (0, 1, 2), (1, 3), (2, 5), (3, 4, 5, 6)])
@@ -261,7 +261,7 @@ def test_groups_without_a_sampled_token_are_as_fresh_as_any():
     async def story() -> None:
         world = World()
 
-        async def empty(prompt: Prompt) -> RolloutGroup:
+        async def empty(prompt: Prompt, _number: int) -> RolloutGroup:
             return group(prompt, [])
 
         stream = RolloutStream(world.prompts, empty, first=0, groups_per_step=1, max_lag_steps=1, num_steps=1)
