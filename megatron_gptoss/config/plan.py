@@ -16,7 +16,7 @@ from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import Parameters, count_parameters
 from megatron_gptoss.config.placement import Placement, place
 from megatron_gptoss.config.rules import broken_rules, not_built_yet
-from megatron_gptoss.config.schema import MOST_IN_FLIGHT, Config
+from megatron_gptoss.config.schema import MOST_IN_FLIGHT, Config, WeightSync
 from megatron_gptoss.errors import ConfigError
 
 
@@ -75,6 +75,8 @@ class RunPlan:
     max_tokens_per_step: int  # when every rollout is as long as it may be
     # engines
     num_engines: int
+    weight_sync: WeightSync  # how they are given new weights
+    shares_gpus: bool  # with the trainer: they sleep while it works
     engine_max_model_len: int  # tokens of a whole conversation
     engine_max_running: int  # conversations one engine decodes at once
     engine_max_in_flight: int  # turns it is given at once
@@ -133,6 +135,8 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         on_policy=updates == 1 and rl.old_logp == "auto",
         max_tokens_per_step=rl.sequences_per_step * rollout.max_sequence_tokens,
         num_engines=rollout.num_engines,
+        weight_sync=weight_sync(config),
+        shares_gpus=config.cluster.share_gpus,
         engine_max_model_len=rollout.max_sequence_tokens,
         engine_max_running=running,
         engine_max_in_flight=rollout.max_in_flight or min(2 * running, MOST_IN_FLIGHT),
@@ -142,6 +146,15 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         shortfall=_shortfall(config, cluster),
         not_built=tuple(not_built_yet(loaded)),
     )
+
+
+def weight_sync(config: Config) -> WeightSync:
+    """What "auto" comes to."""
+    if config.rollout.weight_sync != "auto":
+        return config.rollout.weight_sync
+    if config.cluster.device == "cpu":
+        return "inline"
+    return "shared" if config.cluster.share_gpus else "broadcast"
 
 
 def run_directory(config: Config, now: datetime) -> Path:

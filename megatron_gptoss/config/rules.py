@@ -20,14 +20,13 @@ TOKENIZER_IDS = {"tiny": 512, "gpt-oss": 201088}
 # Keys, or single values of a key, that a plan understands and a run does not honour yet. Whoever builds one deletes its line here.
 # `gptoss plan` says so and goes on; the commands that run refuse.
 NOT_BUILT_YET: dict[str, tuple[object, ...] | None] = {  # key -> the values meant; None: all but the default
-    "cluster.share_gpus": None,
 }
 
 
 def broken_rules(loaded: Loaded) -> list[str]:
     rules = (
         _batch_rules, _rl_rules, _overlap_rules, _model_rules, _division_rules, _expert_rules, _stage_rules, _data_rules, _length_rules,
-        _attention_rules, _engine_rules, _cpu_rules, _other_rules,
+        _attention_rules, _engine_rules, _cpu_rules, _sync_rules, _other_rules,
     )  # fmt: skip
     return [message for rule in rules for message in rule(loaded)]
 
@@ -409,6 +408,25 @@ def _cpu_rules(loaded: Loaded) -> Iterator[str]:
                     f"{show(key)} is not a multiple of 8, and {show('trainer.experts')} needs rows of whole 16 bytes. "
                     f'Use trainer.experts = "loop". Nearest working sizes: {around}.'
                 )
+
+
+def _sync_rules(loaded: Loaded) -> Iterator[str]:
+    """How engines are given weights, and where."""
+    config, show = loaded.config, loaded.show
+    sync, shares = config.rollout.weight_sync, config.cluster.share_gpus
+    if sync == "shared" and config.cluster.device == "cuda" and not shares:
+        yield (
+            f"{show('rollout.weight_sync')} goes through memory of the GPU that trainer and engine share, and {show('cluster.share_gpus')}. "
+            'Use rollout.weight_sync = "auto", or cluster.share_gpus = true.'
+        )
+    if sync == "shared" and config.cluster.device == "cpu" and config.cluster.nodes > 1:
+        yield (
+            f"{show('rollout.weight_sync')} goes through memory of one host, and {show('cluster.nodes')}. "
+            'Use rollout.weight_sync = "broadcast" or "inline".'
+        )
+    if sync in ("broadcast", "inline") and shares:
+        reason = "NCCL takes no two processes of one GPU" if sync == "broadcast" else "it would pass a whole copy through the host"
+        yield f'{show("rollout.weight_sync")} with {show("cluster.share_gpus")}: {reason}. Use rollout.weight_sync = "auto".'
 
 
 def _other_rules(loaded: Loaded) -> Iterator[str]:

@@ -23,6 +23,7 @@ TrainerFault = Literal[
 PERTURBATIONS = ("no-sinks", "window", "no-window", "yarn", "yarn-rounded", "router-bias", "gate-up")
 
 AttentionBackend = Literal["reference", "triton", "flash", "te"]
+WeightSync = Literal["inline", "broadcast", "shared"]
 
 MOST_IN_FLIGHT = 8000  # turns; an engine's actor takes a few more calls than that at once
 
@@ -311,6 +312,16 @@ class RolloutConfig(Section):
         default=0.0,
         description="KV cache of a GPU engine; 0: what gpu_memory_fraction leaves, found by measuring free memory, which goes wrong while "
         "other programs start on the same GPU",
+    )
+    weight_sync: Literal["auto", "inline", "broadcast", "shared"] = Field(
+        default="auto",
+        description="how engines are given new weights; inline: inside calls, with a whole copy in host memory; broadcast: in buckets over "
+        "NCCL, or Gloo without GPUs; shared: in buckets through memory that trainer and engine both have; auto: inline without GPUs, "
+        "shared with cluster.share_gpus, else broadcast",
+    )
+    weight_bucket_mib: Annotated[float, Field(gt=0)] = Field(
+        default=1024.0,
+        description="tensors that travel together; a sender holds two such buckets, a receiver of broadcasts too; one tensor may be more",
     )
     start_timeout_s: Seconds = 300.0
     turn_timeout_s: Seconds = Field(

@@ -84,6 +84,7 @@ def self_test(session: Session) -> SelfTest:
     began = time.perf_counter()
     band, window = band_of(session), session.config.model.sliding_window
     probe = take_probe(session)
+    session.rest_engines()
     trainer = session.score(probe.samples)
     rows = _rows(session, probe, trainer)
     if not agree(rows, band):
@@ -103,6 +104,7 @@ def self_test(session: Session) -> SelfTest:
             "set parity.max_mean_gap nearer to it, raise rollout.max_sequence_tokens (longer probes show more), or take out of "
             "parity.perturb what cannot show in this model."
         )
+    session.wake_engines()
     return SelfTest(tuple(rows), tuple(changes), time.perf_counter() - began)
 
 

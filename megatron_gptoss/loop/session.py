@@ -36,6 +36,7 @@ from megatron_gptoss.loop.event_loop import EventLoop
 from megatron_gptoss.loop.nodes import gpus_of, lost_nodes, too_few_gpus, wait_for_nodes
 from megatron_gptoss.loop.orphans import Keeper
 from megatron_gptoss.loop.stop import StopRequest
+from megatron_gptoss.loop.weights import WeightLink
 from megatron_gptoss.obs.console import ALARM, Console
 from megatron_gptoss.obs.manifest import write_manifest
 from megatron_gptoss.obs.metrics import MetricsLog
@@ -57,12 +58,12 @@ from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.rollout.collect import CollectLimits, collect
 from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
-from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolCounts, PoolLimits
+from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, Policy, PoolCounts, PoolLimits
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
 from megatron_gptoss.trainer.how import CriticSettings
 from megatron_gptoss.trainer.start import RankResources, TrainingWorld
-from megatron_gptoss.trainer.worker import FirstWeights, TrainerSettings
+from megatron_gptoss.trainer.worker import FirstWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import CriticStats, MicroBatch, Prompt, RolloutGroup, Sample, StepStats
 
 T = TypeVar("T")
@@ -122,6 +123,8 @@ class Session:
         else:
             self.dir = RunDir(plan.run_dir)  # its records are touched only when the checkpoint has been loaded
         self.trainer: TrainingWorld | None = None
+        self.worker = TrainerWorker  # what a rank is; tools make their own
+        self.link: WeightLink | None = None  # made with the first policy
         self._pool: EnginePool | None = None
         self._counts_before = PoolCounts()
         self.step_began = time.perf_counter()
@@ -173,7 +176,7 @@ class Session:
             "logprob": self.config.trainer.logprob,
             "collectives": "gloo" if cpu else "nccl",
             "engine": "vllm-cpu" if cpu else "vllm",
-            "weight_sync": "inline",
+            "weight_sync": self.plan.weight_sync,
         }
 
     # -- where the time goes -------------------------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ class Session:
             trace_dir=str(self._trace_folder.absolute()) if self._traced else "",
         )
         resources = RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus)
-        self.trainer = TrainingWorld(settings, resources, [self.nodes[node] for node in plan.placement.trainer])
+        self.trainer = TrainingWorld(settings, resources, [self.nodes[node] for node in plan.placement.trainer], self.worker)
         self.ending.callback(self.trainer.stop)
         self.ending.callback(self._end_save)
 
@@ -279,9 +282,14 @@ class Session:
         model_dir = self.dir.path / "engine"
         model_dir.mkdir(exist_ok=True)
         write_hf_config(c.model, model_dir / "config.json", dtype=c.rollout.dtype)
+        if plan.shares_gpus:
+            self.world.find_places()  # engines are told whose GPUs they share
 
         def make(index: int, start: int) -> EngineHandle:
             name = f"engine-{index}" + (f"-restart{start}" if start else "")
+            ranks = plan.placement.engine_ranks[index] if plan.shares_gpus else ()
+            if ranks and start:
+                self.world.free_caches()  # it needs the room that a dead one had
             settings = EngineSettings(
                 model_dir=str(model_dir.absolute()),
                 dtype=c.rollout.dtype,
@@ -297,6 +305,8 @@ class Session:
                 num_cpus=plan.engine_resources.num_cpus,
                 num_gpus=plan.placement.engine_gpus,
                 tensor_parallel=plan.engine_tensor_parallel,
+                visible_gpus=tuple(f"GPU-{gpu}" for rank in ranks for gpu in self.world.places[rank].gpus),
+                sleeps=plan.shares_gpus,
                 experts_to_tell=c.model.num_local_experts if c.rl.router_replay == "engine" else 0,
             )
             return start_engine(settings, name, self.nodes[plan.placement.engines[index]])
@@ -327,7 +337,11 @@ class Session:
         return self.trainer
 
     def start(self) -> None:
-        """Trainer and engines come up side by side; on resume the trainer's state is restored and the run's records go on from there."""
+        """Trainer and engines come up side by side, or on shared GPUs one after the other: an engine finds out how much memory it has, and
+        must be alone meanwhile. On resume the trainer's state is restored and the run's records go on from there."""
+        if self.plan.shares_gpus and self._pool is not None:
+            self.run(self.pool.start())
+            self.rest_engines()
         thread = ThreadPoolExecutor(1)
         starting: Future[None] = thread.submit(self._start_trainer)
         # Before Ray goes down: the thread notices that its actors were killed, and must not call Ray after that.
@@ -335,7 +349,7 @@ class Session:
 
         async def both() -> None:
             trainer = asyncio.wrap_future(starting)
-            if self._pool is None:
+            if self._pool is None or self.plan.shares_gpus:
                 await trainer
             else:
                 await asyncio.gather(trainer, self._pool.start())
@@ -353,8 +367,11 @@ class Session:
             for place in places:
                 where.setdefault(place.host, []).append(place.who)
             self.console.say("; ".join(f"{host}: {', '.join(who)}" for host, who in where.items()))
-        if problem := same_gpu(places):
-            raise MachineError(problem)
+        trainers = places[: self.plan.world_size]
+        together = [trainers, places[self.plan.world_size :]] if self.plan.shares_gpus else [places]
+        for apart in together:
+            if problem := same_gpu(apart):
+                raise MachineError(problem)
 
     def _start_trainer(self) -> None:
         self.world.start()
@@ -384,9 +401,35 @@ class Session:
     # -- verbs that several stories share ------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
-        """Give the engines the trainer's weights; returns when each has confirmed version and checksum."""
-        weights = self.world.export_weights()
-        self.run(self.pool.publish(InlinePolicy(version, weights.buckets, weights.digest)))
+        """Give the engines the trainer's weights, which wakes them; returns when each has confirmed version and checksum."""
+        self.run(self.pool.publish(self._policy(version)))
+
+    def _policy(self, version: int) -> Policy:
+        kind = self.plan.weight_sync
+        if kind == "inline":
+            weights = self.world.export_weights()
+            return InlinePolicy(version, weights.buckets, weights.digest)
+        if self.link is None:
+            c = self.config
+            self.link = WeightLink(
+                self.world,
+                kind,
+                dtype=c.rollout.dtype,
+                bucket_bytes=int(c.rollout.weight_bucket_mib * 2**20),
+                ports=range(c.cluster.first_port, c.cluster.first_port + c.cluster.num_ports),
+                shares_gpus=self.plan.shares_gpus,
+            )
+        return self.link.policy(version)
+
+    def rest_engines(self) -> None:
+        """Where they share the trainer's GPUs: their memory is the trainer's until the next publish."""
+        if self.plan.shares_gpus:
+            self.run(self.pool.sleep())
+
+    def wake_engines(self) -> None:
+        """Those that rest are given the policy again that they had."""
+        if self.plan.shares_gpus and self.pool.asleep:
+            self.publish(self.progress.policy_version)
 
     def collect(
         self, prompts: Sequence[Prompt], *, group_size: int, step: int, version: int, words: str, routes: bool = False

@@ -43,6 +43,7 @@ def run_training(loaded: Loaded, plan: RunPlan) -> None:
         start(session)
         for step in steps(session):
             groups = take_rollouts(session, step)
+            session.rest_engines()
             kept = keep_informative(groups, drop_uniform=session.config.rl.leaves_out_uniform_groups)
             stats = update(session, step, kept.groups) if has_samples(kept.groups) else measure(session, groups)
             publish(session, stats)
@@ -177,6 +178,8 @@ def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | Non
 def publish(session: Session, stats: StepStats | None) -> None:
     """New weights go to the engines; a step that changed none publishes none."""
     if stats is None or stats.num_updates == 0:
+        with session.clock("sync"):
+            session.wake_engines()
         return
     version = session.progress.policy_version + 1
     with session.clock("sync"):

@@ -47,6 +47,10 @@ def plan_rows(loaded: Loaded, plan: RunPlan) -> list[tuple[str, str]]:
             f"at once in each, {plan.engine_max_in_flight} given to it" + ("; deterministic" if rollout.deterministic else ""),
         ),
         (
+            "weight sync",
+            plan.weight_sync + (", the engines asleep while the trainer works" if plan.shares_gpus else ""),
+        ),
+        (
             "a step",
             f"{_number(plan.groups_per_step, 'group')} of {rollout.group_size} = {plan.sequences_per_step} conversations, "
             f"at most {plan.max_tokens_per_step:,} tokens",

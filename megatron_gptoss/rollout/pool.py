@@ -22,11 +22,13 @@ from megatron_gptoss.config.placement import Place
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
+from megatron_gptoss.sync.transfer import Superseded
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
 LOG_LINES_SHOWN = 20
 POLITE_STOP_S = 5.0  # an idle engine ends well within this; whatever is left is killed
+ASK_AGAIN_S = 1.0  # for weights that were gone: the next ones are on their way, or the trainer kept them after all
 
 
 class Engine(Protocol):
@@ -41,6 +43,7 @@ class Engine(Protocol):
     async def generate(self, request: TurnRequest) -> TurnResult: ...
     async def update_weights(self, version: PolicyVersion, buckets: Any) -> HeldWeights: ...
     async def probe(self) -> None: ...
+    async def sleep(self) -> None: ...
     async def stop(self) -> None: ...
     def kill(self) -> list[int]: ...
 
@@ -71,6 +74,8 @@ class Policy(Protocol):
 
     @property
     def version(self) -> PolicyVersion: ...
+
+    # Raises Superseded when these weights cannot be had any more.
     async def give(self, engines: Sequence[Engine], timeout_s: float) -> Given: ...
 
 
@@ -146,6 +151,7 @@ class EnginePool:
         self.make_engine, self.limits, self.clock = make_engine, limits, clock
         self.slots = [Slot(index, make_engine(index, 0)) for index in range(num_engines)]
         self.published: Policy | None = None
+        self.asleep = False  # the engines' GPUs are the trainer's; whatever an engine needs waits for the next publish
         self.home: dict[str, int] = {}  # conversation -> slot, since the last publish; that one emptied the prefix caches anyway
         self.tickets = itertools.count()
         self.waiting: list[Waiting] = []  # a heap: first come, first served, among those of the same order
@@ -167,13 +173,28 @@ class EnginePool:
 
         Raises EngineFailed when an engine refuses or confirms anything else; the pool then serves nothing more, for it would be mixed.
         """
-        self.published = policy
+        self.published, self.asleep = policy, False
         self.home.clear()
         # Engines that are being brought up are given it when they run; the others get it together.
         ready = [slot for slot in self.slots if slot.running and slot.death is None and (slot.work is None or slot.work.done())]
         if ready:
             await self._begin(ready, self._update(ready, policy))
         await self._all_serve()
+
+    async def sleep(self) -> None:
+        """No turn may be running. All engines give back the memory of their GPUs until the next publish, which may be of the same policy.
+        One that is found dead meanwhile is replaced by then, when the trainer rests."""
+        await asyncio.gather(*(slot.work for slot in self.slots if slot.work is not None and not slot.work.done()))
+        self.asleep = True
+        awake = [slot for slot in self.slots if slot.running and slot.death is None]
+        await asyncio.gather(*(self._begin([slot], self._put_to_sleep(slot)) for slot in awake))
+
+    async def _put_to_sleep(self, slot: Slot) -> None:
+        slot.version = NO_WEIGHTS
+        try:
+            await within(self.limits.turn_timeout_s, slot.engine.sleep(), "falling asleep")
+        except EngineDied as error:
+            self._note_death(slot, str(error))
 
     async def generate(self, request: TurnRequest) -> TurnResult:
         """One turn, from the conversation's engine or else the least loaded; asked again, under a new id, when that engine dies.
@@ -242,7 +263,7 @@ class EnginePool:
                 self.home[first.conversation_id] = slot.index
                 first.place.set_result((slot, slot.engine))
             heapq.heappop(self.waiting)
-        if self.waiting and not any(self._serves(slot) for slot in self.slots):
+        if self.waiting and not self.asleep and not any(self._serves(slot) for slot in self.slots):
             for slot in self.slots:
                 self._work_on(slot)
 
@@ -297,7 +318,8 @@ class EnginePool:
         """Begin to replace the engine. Many meet the same death; only the first reports it, and none may blame the successor."""
         if slot.engine is engine and slot.death is None:
             self._note_death(slot, why)
-            self._work_on(slot)
+            if not self.asleep:
+                self._work_on(slot)
 
     def _note_death(self, slot: Slot, why: str) -> None:
         slot.death = slot.death or why
@@ -331,7 +353,7 @@ class EnginePool:
         def done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.failure = self.failure or error
-            for slot in slots if self.failure is None else ():
+            for slot in slots if self.failure is None and not self.asleep else ():
                 if slot.death is not None:
                     self._work_on(slot)
             self._hand_out()
@@ -355,6 +377,8 @@ class EnginePool:
                     await self._update([slot], self.published)
             except EngineDied as error:
                 self._note_death(slot, str(error))
+            except Superseded:
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def _replace(self, slot: Slot, cause: str) -> None:
         """Kill what is left of the engine and ask for a new one, unless that was done too often of late."""

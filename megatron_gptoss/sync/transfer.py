@@ -22,6 +22,10 @@ Kind = Literal["broadcast", "shared"]
 LOOK_S = 0.05  # how often a waiting side asks whether the update is given up
 
 
+class Superseded(Exception):
+    """The trainer has been told to change the weights that were asked for: they are gone, or will be before they could be sent."""
+
+
 class SyncAborted(Exception):
     """The update cannot be finished; says why. The process that raises it can take part in the next one."""
 

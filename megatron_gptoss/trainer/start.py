@@ -27,16 +27,12 @@ from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.errors import DeadlineExpired, GptossError, MachineError, TrainerFailed
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rl.parity import PieceGap
-from megatron_gptoss.sync.transfer import Sent, SharedBuffers, Transfer
+from megatron_gptoss.sync.transfer import Sent, SharedBuffers, Superseded, Transfer
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import CriticStats, MicroBatch, PeakMemory, StepStats
 
 LOG_LINES = 12
-
-
-class Superseded(Exception):
-    """The trainer has been told to change the weights that were asked for; they are gone, or will be before they could be sent."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +149,15 @@ class TrainingWorld:
 
     # -- phases --------------------------------------------------------------------------------------------------------------------------
 
-    def start(self) -> int:
-        """Build all ranks. Returns the parameters of rank 0."""
+    def find_places(self) -> None:
         self.places = self._same("start", "place")
         if problem := same_gpu(self.places):
             raise MachineError(problem)  # before NCCL meets them
+
+    def start(self) -> int:
+        """Build all ranks. Returns the parameters of rank 0."""
+        if not self.places:
+            self.find_places()
         meeting = self._one("open a port", "open_meeting")
         return self._same("build the model", "start", *meeting)[0]
 
@@ -196,7 +196,11 @@ class TrainingWorld:
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
         arguments = [([m[d] for m in minibatches], how, None if old is None else old[d]) for d in self._data]
-        return self._with_all_scores(self._all("update", "update", arguments, self._change))
+        stats = self._with_all_scores(self._all("update", "update", arguments, self._change))
+        if stats.num_updates == 0:
+            with self._order:
+                self.changes -= 1  # it changed nothing
+        return stats
 
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
         """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
