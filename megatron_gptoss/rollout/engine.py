@@ -63,6 +63,7 @@ class EngineSettings:
     num_gpus: int = 0  # 0: a CPU engine; else as many as tensor_parallel
     tensor_parallel: int = 1  # worker processes that divide the model; with more than one, each is a child of the engine core
     visible_gpus: tuple[str, ...] = ()  # CUDA's names of its GPUs, "GPU-<uuid>", and Ray is asked for none; (): Ray gives it some
+    sleeps: bool = False  # it gives its GPU's memory back between rollouts; GPU only
 
 
     def __post_init__(self) -> None:
@@ -263,6 +264,11 @@ class Engine:
 
     async def _leave_update(self) -> None:
         """vLLM refuses the next start while an update is open, and only finishing closes one; it complains when none is open."""
+    async def expert_values(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Of each worker: see vllm_worker.WorkerExtension.expert_values."""
+        found = await self.llm.collective_rpc("expert_values")
+        return [{name: [tuple(pair) for pair in rows] for name, rows in each.items()} for each in found]
+
         with contextlib.suppress(Exception):
             await self.llm.finish_weight_update()
 
@@ -449,6 +455,7 @@ class EngineHandle:
         self.name = name
         self.log_path = settings.log_path
         self.pid: int | None = None
+        self.num_workers = settings.tensor_parallel
         self.place: Place | None = None  # known when it has started
         self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
 
@@ -474,6 +481,9 @@ class EngineHandle:
         await self._call("sleep")
 
     async def peak_memory(self) -> list[tuple[int, int]]:
+    async def expert_values(self) -> list[dict[str, list[tuple[float, float]]]]:
+        return await self._call("expert_values")
+
         return await self._call("peak_memory")
 
     async def version(self) -> PolicyVersion:

@@ -237,16 +237,16 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
                 raise ValueError(f"{transfer.dtype} is sent, and the engine computes in {dtype}")
             plan = plan_of(self.vllm_config.model_config.hf_config, dtype, transfer.bucket_bytes)
             self.receiver = self.receiver or Receiver(self.device)
-            self.digest, seconds = self.receiver.receive(receipt, worker, plan, self._load_all)
+            self.digest, seconds = self.receiver.receive(receipt, worker, plan, partial(self._load_all, worker))
             self.num_tensors, self.version = plan.num_tensors, transfer.version
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
         return self.version, self.num_tensors, self.digest, self.problem, seconds
 
-    def _load_all(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _load_all(self, worker: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """One call of the model's `load_weights`, which takes tensor by tensor. The plan has every name of a GPT-OSS once; here it is seen
         that this model has a place for each, and nothing besides."""
-        if self.parallel_config.rank > 0:
+        if worker > 0:
             tensors = _with_copies_of_zeroed_biases(tensors)
         with torch.inference_mode():
             written = self.model.load_weights(tensors)  # type: ignore[operator]
@@ -293,6 +293,16 @@ class WorkerExtension:
         import torch
 
         device: torch.device = self.device  # type: ignore[attr-defined]
+    def expert_values(self) -> dict[str, list[tuple[float, float]]]:
+        """Of each expert tensor that this worker holds: each expert's least and largest element. For tests: what has really arrived?"""
+        transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
+        found = {}
+        for name, parameter in transfer.model.named_parameters():
+            if ".experts." in name:
+                rows = parameter.detach().flatten(1)
+                found[name] = list(zip(rows.amin(1).tolist(), rows.amax(1).tolist(), strict=True))
+        return found
+
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def held_weights(self) -> tuple[int, int, int, str]:
