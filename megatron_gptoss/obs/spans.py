@@ -151,11 +151,16 @@ def shares(spans: Sequence[Span]) -> list[Share]:
 
 
 def table_rows(found: Sequence[Share]) -> list[tuple[str, str]]:
-    """For the console: indented by depth, a heading where the process changes."""
+    """For the console: indented by depth, a heading where the process changes. Things of one depth in the order they first happened."""
     rows: list[tuple[str, str]] = []
+    order = {(share.process, share.path): number for number, share in enumerate(found)}
+
+    def place(share: Share) -> list[int]:
+        return [order[share.process, share.path[: depth + 1]] for depth in range(len(share.path))]
+
     for process, group in itertools.groupby(found, key=lambda share: share.process):
         rows.append((process, ""))
-        for share in sorted(group, key=lambda share: share.path):
+        for share in sorted(group, key=place):
             inner = "" if share.rest_s > share.seconds - 5e-7 else f", {1e3 * share.rest_s:.1f} ms of it in none of its parts"
             times = "" if share.count == 1 else f" in {share.count:g}"
             words = f"{1e3 * share.seconds:8.1f} ms{times}, {share.of_step:.1%}{inner}"

@@ -1,0 +1,451 @@
+"""The published failures of GPT-OSS reinforcement learning, their causes one by one, and the cure: the same run under a table of settings.
+
+    python tools/reproduce.py configs/small_h200.toml                     all settings, seeds 0 and 1, one run at a time, then the figures
+    python tools/reproduce.py configs/small_h200.toml --only b,c --jobs 4 --minutes 9
+    python tools/reproduce.py --draw                                      the figures and tables again, from what is kept
+
+In: configuration files and flags, which go to every run. Out: of each run the few metrics that the figures need, docs/reproduction/*.jsonl,
+and one figure for each question with a table in docs/reproduction.md. All runs begin from one warm start, made first when there is none. A
+run whose metrics are kept, with the same flags and steps, is not made again; after `--minutes` what runs is stopped, kept as far as it
+came, and made again by the next call. What the figures say in words is written by hand, between the tables.
+
+A setting is a layer of flags over the configuration. Several runs share a GPU (--jobs) when each engine's share is small: by default
+each then takes 0.6 of a GPU over the jobs on it, less its trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from megatron_gptoss.config.load import load, parse_flags
+from megatron_gptoss.config.schema import Config
+from megatron_gptoss.errors import ConfigError, DataError, GptossError
+from megatron_gptoss.obs.curves import Panel, Rows, draw_curves
+from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
+from megatron_gptoss.obs.metrics import read_metrics
+from megatron_gptoss.obs.report import points
+from megatron_gptoss.obs.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("step", "reward/mean", "eval/success", "grad/norm", "policy/entropy", "policy/kl_ref", "policy/clip_fraction",
+        "policy/ratio_max_abs_dev", "mismatch/k3", "mismatch/logp_abs_mean", "mismatch/log_ppl_diff", "mismatch/log_ppl_abs_diff",
+        "mismatch/ess", "mismatch/masked_fraction", "mismatch/truncated_fraction", "mismatch/truncated_seq_fraction",
+        "router/replayed_fraction", "rollout/length_mean", "train/skipped", "time/step_s")  # fmt: skip
+PANELS = (
+    Panel("Reward of the training rollouts", "reward/mean", "mean of 5 steps", smooth=5),
+    Panel("Success on held-out problems", "eval/success", "share solved"),
+    Panel("Gradient norm, before clipping", "grad/norm", logarithmic=True),
+    Panel("Entropy of the policy", "policy/entropy", "nats per token"),
+    Panel("KL to the warm start", "policy/kl_ref", "nats per token (k3)"),
+    Panel("Tokens whose ratio is clipped", "policy/clip_fraction", "share"),
+    Panel("Trainer against engine, KL (k3)", "mismatch/k3", "nats per token", logarithmic=True),
+    Panel("Trainer against engine, log-perplexity", "mismatch/log_ppl_abs_diff", "mean absolute gap", logarithmic=True),
+)
+# Of every run. The KL term is far too small to matter; with it the distance to the warm start is measured.
+COMMON = ("--run.save_every=0", "--run.eval_every=0", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
+NOISE = "--diagnose.routing_noise=0.1"
+ANOTHER_MODEL = "--parity.enabled=false"  # the trainer is wrong on purpose, and the self-test would say so
+
+
+@dataclass(frozen=True)
+class Setting:
+    words: str
+    flags: tuple[str, ...] = ()
+    warm: str = "moe"  # which warm start it begins from
+    own_steps: bool = False  # as many as the configuration says, not the call
+
+
+SETTINGS = {
+    "main": Setting("everything on, the long run", own_steps=True),
+    "all-on": Setting("everything on"),
+    "sinks-ignored": Setting("sinks ignored in the trainer", ("--diagnose.ignore_sinks=true", ANOTHER_MODEL)),
+    "sinks-untrained": Setting("sinks forward, but no gradient", ("--diagnose.drop_sink_gradient=true",)),
+    "noise-scored": Setting("routing noise, old log-probs scored", (NOISE, ANOTHER_MODEL, "--rl.old_logp=scored")),
+    "noise-detached": Setting("routing noise, old log-probs detached", (NOISE, ANOTHER_MODEL)),
+    "noise-replayed": Setting("routing noise, the engine's experts replayed", (NOISE, ANOTHER_MODEL, "--rl.router_replay=engine")),
+    "none": Setting("no correction", ("--rl.correction=none",)),
+    "sequence": Setting("correction by sequence (seq-tis)", ("--rl.correction=seq-tis",)),
+    "geometric": Setting("geometric correction (geo-tis)", ("--rl.correction=geo-tis",)),
+    "replay": Setting("the engine's experts replayed", ("--rl.router_replay=engine",)),
+    "frozen-attention": Setting("attention frozen", ("--diagnose.freeze_attention=true",)),
+    "frozen-experts": Setting("experts frozen", ("--diagnose.freeze_experts=true",)),
+    "frozen-router": Setting("router frozen", ("--diagnose.freeze_router=true",)),
+    "dense": Setting("a dense model of the same size", warm="dense"),
+    "sinks-ignored-none": Setting("sinks ignored, no correction", ("--diagnose.ignore_sinks=true", ANOTHER_MODEL, "--rl.correction=none")),
+    "sinks-ignored-sequence": Setting(
+        "sinks ignored, correction by sequence", ("--diagnose.ignore_sinks=true", ANOTHER_MODEL, "--rl.correction=seq-tis")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    title: str
+    settings: tuple[str, ...]  # the first is what the others are compared with
+
+
+QUESTIONS = {
+    "a": Question("Everything on", ("main",)),
+    "b": Question("Sinks ignored in the trainer, as FlashAttention 2 did", ("all-on", "sinks-ignored")),
+    "c": Question("Sinks in the forward pass, but no gradient for them", ("all-on", "sinks-untrained")),
+    "d": Question("Old log-probs from a pass of their own under routing noise", ("noise-detached", "noise-scored")),
+    "e": Question("Corrections for what trainer and engine compute differently", ("all-on", "none", "sequence", "geometric")),
+    "f": Question("With and without router replay", ("all-on", "replay", "noise-detached", "noise-replayed")),
+    "g": Question("One part of the model not trained", ("all-on", "frozen-attention", "frozen-experts", "frozen-router")),
+    "h": Question("Mixture of experts and a dense model of the same size", ("all-on", "dense")),
+    "i": Question(
+        "Do corrections cure a trainer without sinks?", ("sinks-ignored", "sinks-ignored-none", "sinks-ignored-sequence")
+    ),
+}  # fmt: skip
+
+
+# ---- what is kept of a run --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One file of docs/reproduction: a line about the run, then a line a step."""
+
+    setting: str
+    seed: int
+    steps: int  # that the run was to have
+    finished: bool
+    made_from: list[str]  # configuration files by name, and flags
+    rows: list[dict[str, Any]]
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{self.setting}-{self.seed}.jsonl"
+        about = {k: getattr(self, k) for k in ("setting", "seed", "steps", "finished", "made_from")}
+        rows = [{k: _short(v) for k, v in row.items() if k in KEPT} for row in self.rows]
+        file.write_text("".join(json.dumps(each) + "\n" for each in (about, *rows)))
+        return file
+
+
+def _short(value: Any) -> Any:
+    """Five digits are more than a figure shows."""
+    return to_json(float(f"{value:.5g}")) if isinstance(value, float) else value
+
+
+def read_kept(file: Path) -> Kept:
+    about, *lines = file.read_text().splitlines()
+    rows = [{k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in json.loads(line).items()} for line in lines]
+    try:
+        return Kept(rows=rows, **json.loads(about))
+    except TypeError as error:
+        raise DataError(f"{file} does not begin with a line about its run: {error}.") from None
+
+
+def kept_runs(folder: Path) -> dict[str, list[Kept]]:
+    """Setting -> its runs by seed, in the order of SETTINGS."""
+    found = [read_kept(file) for file in sorted(folder.glob("*.jsonl"))]
+    runs = {name: sorted((k for k in found if k.setting == name), key=lambda k: k.seed) for name in SETTINGS}
+    return {name: of for name, of in runs.items() if of}
+
+
+# ---- running ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """What one call does."""
+
+    configs: list[str]
+    flags: list[str]
+    runs: Path
+    out: Path
+    steps: int
+    jobs: int
+    gpus: int
+    deadline: float  # of time.monotonic()
+    warm: dict[str, Path] = field(default_factory=dict)
+    slots: queue.Queue[int] = field(default_factory=queue.Queue)
+    longest_s: float = 0.0  # of the runs that ended well in this call
+
+    def steps_of(self, setting: Setting) -> int:
+        return config_of(self.configs, self.flags).run.steps if setting.own_steps else self.steps
+
+    def layer(self, name: str) -> list[str]:
+        setting = SETTINGS[name]
+        return [*COMMON, *self.flags, *(dense_flags(self.configs, self.flags) if setting.warm == "dense" else ()), *setting.flags]
+
+    def made_from(self, name: str) -> list[str]:
+        return [*(Path(c).name for c in self.configs), *self.layer(name)]
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def config_of(configs: Sequence[str], flags: Sequence[str]) -> Config:
+    return load(*parse_flags([*configs, *flags])).config
+
+
+def dense_flags(configs: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """One expert that every token visits, as wide as all experts together: as many parameters, and nothing to route."""
+    model = config_of(configs, flags).model
+    wide = model.num_local_experts * model.intermediate_size
+    return ["--model.num_local_experts=1", "--model.num_experts_per_tok=1", f"--model.intermediate_size={wide}"]
+
+
+def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int:
+    """Run it to its end or to the deadline; -1 for the latter. Its processes do not outlive it."""
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(slot % plan.gpus)} if plan.gpus else {})
+    command = [sys.executable, "-m", "megatron_gptoss.cli", *arguments, f"--cluster.first_port={29500 + 200 * slot}"]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return child.wait(timeout=max(plan.left_s, 0.1))
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)  # as Ctrl-C: it ends its engines and trainer
+            try:
+                child.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            return -1
+
+
+def make_warm_start(plan: Plan, kind: str) -> str:
+    """The common warm start of one kind of model, unless it is there. "" when all is well; else no run of this kind can be made."""
+    name, run, log = f"warm-{kind}", plan.runs / f"warm-{kind}-0", plan.runs / "logs" / f"warm-{kind}.log"
+    if not list(run.glob("checkpoints/step-*/COMPLETE")):
+        put_aside(run)
+        extra = dense_flags(plan.configs, plan.flags) if kind == "dense" else []
+        arguments = ["sft", *plan.configs, *plan.flags, *extra, f"--run.dir={plan.runs}", f"--run.name={name}", "--run.id=0"]
+        began, slot = time.monotonic(), plan.slots.get()
+        code = gptoss(plan, arguments, log, slot)
+        plan.slots.put(slot)
+        if code:
+            return f"{name} ended with {code}, and no run can begin from it: {tail(log)}"
+        print(f"{name}: {time.monotonic() - began:.0f} s; {last_line(log, 'copies right')}", flush=True)
+    plan.warm[kind] = run
+    return ""
+
+
+def make_run(plan: Plan, name: str, seed: int) -> str:
+    """Make it, keep its metrics, and say how it went. "" when all is well."""
+    setting, slot = SETTINGS[name], plan.slots.get()
+    try:
+        if plan.left_s < max(plan.longest_s, 5.0):
+            return f"{name}, seed {seed}: no time left for it"
+        run, log = plan.runs / f"{name}-{seed}", plan.runs / "logs" / f"{name}-{seed}.log"
+        put_aside(run)
+        arguments = ["train", *plan.configs, *plan.layer(name), f"--run.dir={plan.runs}", f"--run.name={name}", f"--run.id={seed}",
+                     f"--run.seed={seed}", f"--run.steps={plan.steps_of(setting)}", "--init", str(plan.warm[setting.warm])]  # fmt: skip
+        began = time.monotonic()
+        code = gptoss(plan, [*arguments, *share_flags(plan)], log, slot)
+        seconds = time.monotonic() - began
+        file = RunDir(run).metrics_file
+        rows = read_metrics(file) if file.exists() else []
+        finished = code == 0
+        if any("reward/mean" in row for row in rows):
+            Kept(name, seed, plan.steps_of(setting), finished, plan.made_from(name), rows).write(plan.out)
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # gigabytes each, and nothing goes on from them
+        print(f"{name}, seed {seed}: {seconds:.0f} s, {summary(rows)}{'' if finished else ', not finished'}", flush=True)
+        if finished:
+            plan.longest_s = max(plan.longest_s, seconds)
+            return ""
+        return f"{name}, seed {seed}: {'stopped by the deadline' if code == -1 else f'ended with {code}: {tail(log)}'}"
+    finally:
+        plan.slots.put(slot)
+
+
+def share_flags(plan: Plan) -> list[str]:
+    """Runs that start beside each other on one GPU are told their cache, since free memory changes while each measures it."""
+    per_gpu = -(-plan.jobs // max(plan.gpus, 1))
+    given = {flag.key for flag in parse_flags(plan.flags)[1]}
+    shares = {"rollout.gpu_memory_fraction": f"{0.6 / per_gpu:.3f}", "rollout.gpu_kv_cache_gib": "2.0"}
+    return [f"--{key}={value}" for key, value in shares.items() if per_gpu > 1 and key not in given]
+
+
+def put_aside(run: Path) -> None:
+    """A run directory is never written over: what an earlier call left unfinished gets another name."""
+    count = 1
+    while (aside := run.with_name(f"{run.name}.unfinished-{count}")).exists():
+        count += 1
+    if run.exists():
+        run.rename(aside)
+
+
+def is_done(plan: Plan, name: str, seed: int) -> bool:
+    file = plan.out / f"{name}-{seed}.jsonl"
+    if not file.exists():
+        return False
+    kept = read_kept(file)
+    return kept.finished and kept.steps == plan.steps_of(SETTINGS[name]) and kept.made_from == plan.made_from(name)
+
+
+def run_all(plan: Plan, names: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """Seed after seed, so that a call that ends early has each setting once before any twice. What went wrong, a line each."""
+    todo = [(name, seed) for seed in seeds for name in names if not is_done(plan, name, seed)]
+    print(f"{len(todo)} runs to make, {len(seeds) * len(names) - len(todo)} kept already", flush=True)
+    for slot in range(plan.jobs):
+        plan.slots.put(slot)
+    kinds = list(dict.fromkeys(SETTINGS[name].warm for name, _ in todo))
+    with ThreadPoolExecutor(plan.jobs) as pool:
+        problems = list(pool.map(lambda kind: make_warm_start(plan, kind), kinds))
+        ready = [(name, seed) for name, seed in todo if SETTINGS[name].warm in plan.warm]
+        problems += pool.map(lambda pair: make_run(plan, *pair), ready)
+    return [problem for problem in problems if problem]
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    return f"{log} ends with\n" + "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def last_line(log: Path, words: str) -> str:
+    return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if words in line), "")
+
+
+def summary(rows: Rows) -> str:
+    success, reward = (points([dict(r) for r in rows], name) for name in ("eval/success", "reward/mean"))
+    parts = [f"held-out {success[0][1]:.3f} -> {success[-1][1]:.3f}"] if success else []
+    parts += [f"reward {mean(reward[:5]):.2f} -> {mean(reward[-5:]):.2f} over {len(reward)} steps"] if reward else ["no step was made"]
+    return ", ".join(parts)
+
+
+def mean(found: Sequence[tuple[int, float]]) -> float:
+    return sum(value for _, value in found) / len(found)
+
+
+# ---- figures and tables -----------------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: Path, page: Path) -> list[Path]:
+    """A figure for each question that has runs, and its table in `page`. Returns the figures."""
+    runs = kept_runs(folder)
+    if not runs:
+        raise ConfigError(f"{folder} keeps no runs yet. Make some: python tools/reproduce.py configs/small_h200.toml")
+    figures = []
+    for letter, question in QUESTIONS.items():
+        shown = {name: runs[name] for name in question.settings if name in runs}
+        if len(shown) < min(2, len(question.settings)):
+            continue  # nothing to compare
+        labels = {SETTINGS[name].words: [kept.rows for kept in of] for name, of in shown.items()}
+        figures.append(folder / f"{letter}.png")
+        draw_curves(f"({letter}) {question.title}", labels, PANELS, figures[-1])
+        write_block(page, letter, table(shown, page, figures[-1]))
+    return figures
+
+
+COLUMNS = ("setting", "seeds", "steps", "held-out before", "after", "reward, last 10", "gradient norm, median", "largest",
+           "k3 to the engine, median", "largest", "log-perplexity gap, last 10", "clipped, mean", "ratio off 1 by")  # fmt: skip
+
+
+def table(shown: Mapping[str, Sequence[Kept]], page: Path, figure: Path) -> str:
+    """Figures of one question in Markdown; values of the seeds with a blank between them."""
+    lines = [f"![figure]({os.path.relpath(figure, page.parent)})", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for name, of in shown.items():
+        cells = zip(*(_cells(kept) for kept in of), strict=True)
+        seeds = " ".join(str(kept.seed) for kept in of)
+        lines.append(f"| {SETTINGS[name].words} | {seeds} | {' | '.join(' '.join(cell) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _cells(kept: Kept) -> list[str]:
+    def of(name: str) -> list[float]:
+        return [value for _, value in points(kept.rows, name)]
+
+    def show(values: Sequence[float], how: Any, digits: str = ".3g") -> str:
+        return format(how(values), digits) if values else "-"
+
+    success = of("eval/success")
+    last = max((row["step"] for row in kept.rows), default=0)
+    average = lambda values: sum(values) / len(values)  # noqa: E731
+    return [
+        f"{last}{'' if kept.finished else ' (stopped)'}",
+        show(success, lambda v: v[0], ".3f"),
+        show(success[1:], lambda v: v[-1], ".3f"),
+        show(of("reward/mean")[-10:], average, ".3f"),
+        show(of("grad/norm"), median),
+        show(of("grad/norm"), max),
+        show(of("mismatch/k3"), median),
+        show(of("mismatch/k3"), max),
+        show(of("mismatch/log_ppl_abs_diff")[-10:], average),
+        show(of("policy/clip_fraction"), average),
+        show(of("policy/ratio_max_abs_dev"), max),
+    ]
+
+
+def write_block(page: Path, name: str, text: str) -> None:
+    """Between its two marks in the page; what stands outside of marks is a person's, and stays."""
+    begin, end = f"<!-- {name}: made by tools/reproduce.py -->", f"<!-- {name}: end -->"
+    old = page.read_text() if page.exists() else ""
+    before, found, rest = old.partition(begin)
+    _, ended, after = rest.partition(end)
+    if found and not ended:
+        raise DataError(f"{page} has the mark {begin!r} but not {end!r} after it. Put it back.")
+    if not found:
+        before, after = old + f"\n## ({name}) {QUESTIONS[name].title}\n\n", "\n"
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------------------------
+
+
+def chosen(only: str) -> list[str]:
+    """Settings by name or by question, in the order of SETTINGS; all without the long run and question i when nothing is named."""
+    words = [word for word in only.split(",") if word]
+    unknown = [word for word in words if word not in SETTINGS and word not in QUESTIONS]
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]} is neither a question ({', '.join(QUESTIONS)}) nor a setting ({', '.join(SETTINGS)}).")
+    wanted = {name for word in words or "bcdefgh" for name in (QUESTIONS[word].settings if word in QUESTIONS else (word,))}
+    return [name for name in SETTINGS if name in wanted]
+
+
+def main(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="CONFIG.toml | --SECTION.KEY=VALUE", show_default=False)] = None,
+    only: Annotated[str, typer.Option(help="Questions (a to i) or settings, with commas; empty: b to h.")] = "",
+    steps: Annotated[int, typer.Option(help="Of each run but the long one.")] = 60,
+    seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
+    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs that jobs are dealt out over; 0: leave that to CUDA_VISIBLE_DEVICES.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Stop after so long; 0: when all is done.")] = 0.0,
+    runs: Annotated[Path, typer.Option(help="Where run directories go.")] = Path("runs/reproduce"),
+    out: Annotated[Path, typer.Option(help="What is kept of them.")] = ROOT / "docs" / "reproduction",
+    page: Annotated[Path, typer.Option(help="The page of the tables.")] = ROOT / "docs" / "reproduction.md",
+    only_draw: Annotated[bool, typer.Option("--draw", help="Make no runs.")] = False,
+) -> None:
+    problems: list[str] = []
+    try:
+        if not only_draw:
+            configs, flags = parse_flags(arguments or [])
+            if not configs:
+                raise ConfigError("which configuration? Example: python tools/reproduce.py configs/small_h200.toml")
+            absolute = [str(Path(config).resolve()) for config in configs]
+            texts = [f"--{flag.key}={flag.text}" for flag in flags]
+            deadline = time.monotonic() + (60 * minutes or 1e9)
+            plan = Plan(absolute, texts, runs.resolve(), out.resolve(), steps, jobs, gpus, deadline)
+            problems = run_all(plan, chosen(only), [int(seed) for seed in seeds.split(",")])
+        for figure in draw(out, page):
+            print(figure)
+    except GptossError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings={"ignore_unknown_options": True})(main)
+    app()
