@@ -14,8 +14,8 @@ SMALL = [
 
 
 def test_a_setting_is_run_kept_and_drawn(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "reproduce.py"), *CONFIGS, *SMALL, "--only=main", "--seeds=0", "--runs=runs", "--out=docs/kept",
-               "--page=docs/page.md"]  # fmt: skip
+    own = ["--only=main", "--seeds=0", "--runs=runs", "--out=docs/kept", "--page=docs/page.md"]
+    command = [sys.executable, str(ROOT / "tools" / "reproduce.py"), *CONFIGS, *SMALL, *own]
     environment = {k: v for k, v in os.environ.items() if k not in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS")} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
