@@ -338,8 +338,10 @@ class Session:
 
     def start(self) -> None:
         """Trainer and engines come up side by side, or on shared GPUs one after the other: an engine finds out how much memory it has, and
-        must be alone meanwhile. On resume the trainer's state is restored and the run's records go on from there."""
-        if self.plan.shares_gpus and self._pool is not None:
+        must be alone meanwhile, unless it is told (rollout.gpu_kv_cache_gib). On resume the trainer's state is restored and the run's
+        records go on from there."""
+        alone = self.plan.shares_gpus and not self.config.rollout.gpu_kv_cache_gib
+        if alone and self._pool is not None:
             self.run(self.pool.start())
             self.rest_engines()
         thread = ThreadPoolExecutor(1)
@@ -349,12 +351,14 @@ class Session:
 
         async def both() -> None:
             trainer = asyncio.wrap_future(starting)
-            if self._pool is None or self.plan.shares_gpus:
+            if self._pool is None or alone:
                 await trainer
             else:
                 await asyncio.gather(trainer, self._pool.start())
 
         self.run(both())
+        if self._pool is not None and not alone:
+            self.rest_engines()
         self._tell_places([*self.world.places, *([] if self._pool is None else self._pool.places())])
         if self.checkpoint is not None:
             self._open_records(checkpoint_step(self.checkpoint))
