@@ -44,7 +44,7 @@ class _Begun:
 
 
 class RolloutStream:
-    """All methods in the event loop. `prompts(number, count)` gives the prompts from `number` on, `roll(prompt, number)` a group. `first` is
+    """All methods in the event loop. `prompts(number, count)` gives prompts from `number` on, `roll(prompt, number)` a group. `first` is
     the first number that was never trained on. What no step before the end of `num_steps` would take is not begun."""
 
     def __init__(
