@@ -130,7 +130,7 @@ def weight_sums(how: Recipe, found: Correction, tokens: Tokens) -> Tensor:
         kept_S = tokens.sum(kept_N)
         mean_S = tokens.sum(found.weight_N) / kept_S.clamp(min=1.0)
         counted_S = (kept_S > 0) & tokens.owned_S
-        return torch.stack([mean_S[counted_S].sum(), counted_S.sum().double()])
+        return torch.stack([torch.where(counted_S, mean_S, 0.0).sum(), counted_S.sum().double()])
     return torch.stack([found.weight_N.double().sum(), kept_N.sum()])
 
 

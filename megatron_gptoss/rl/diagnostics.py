@@ -3,11 +3,14 @@
 In: what objective.py left of each microbatch. Out: sums and maxima that add up over microbatches and ranks, and the numbers made of them,
 which therefore do not depend on packing or ranks. Nothing here touches the loss. docs/rollout_correction.md has the formulas.
 
+A GPU is never waited for while a step goes on: nothing here reads a value, and no shape hangs on one. `Totals.on_host` waits, once.
+
 Legend: N trained tokens of this rank, S sequences, B buckets; all log-probs in nats. gap = trainer - engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +26,14 @@ BUCKETS = (*(f"position/{edge}" for edge in POSITION_EDGES), *(f"turn/{turn}" fo
 IN_BUCKET = ("tokens", "k1", "k3", "logp_abs")  # summed for each bucket
 
 # Order of the entries of `Totals.sums` and `Totals.maxima`. Sums and maxima travel between ranks as two plain tensors, one all-reduce each.
-SUMS = (
-    "tokens", "usable", "loss", "clipped", "entropy", "kl_ref", "k1", "k3", "logp_abs", "weight", "weight_sq", "truncated", "masked",
-    "rejected", "rho", "rho_sq", "sequences", "seq_rho", "seq_rho_sq", "log_ppl", "log_ppl_engine", "log_ppl_abs", "seq_rejected",
-    "seq_truncated", *(f"{bucket}/{name}" for bucket in BUCKETS for name in IN_BUCKET),
+OF_TOKENS = (
+    "tokens", "usable", "clipped", "entropy", "kl_ref", "k1", "k3", "logp_abs", "weight", "weight_sq", "truncated", "masked", "rejected",
+    "rho", "rho_sq",
 )  # fmt: skip
+OF_SEQUENCES = (
+    "sequences", "seq_rho", "seq_rho_sq", "log_ppl", "log_ppl_engine", "log_ppl_abs", "seq_rejected", "seq_truncated",
+)  # fmt: skip
+SUMS = ("loss", *OF_TOKENS, *OF_SEQUENCES, *(f"{bucket}/{name}" for bucket in BUCKETS for name in IN_BUCKET))
 MAXIMA = ("ratio_dev", "logp_abs", "log_ppl_abs", *(f"{bucket}/logp_abs" for bucket in BUCKETS))
 GAP_LIMIT = 300.0  # e^300 squared and added up over a step stays inside float64
 
@@ -43,6 +49,11 @@ class Totals:
     def empty(cls, device: torch.device | str = "cpu") -> Totals:
         """`device`: that of the collectives which will add the ranks' totals up."""
         return cls(torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.zeros(len(MAXIMA), dtype=torch.float64, device=device))
+
+    def on_host(self) -> Totals:
+        """On the CPU, in one copy, where reading a value costs nothing."""
+        sums, maxima = torch.cat([self.sums, self.maxima]).cpu().split([len(SUMS), len(MAXIMA)])
+        return Totals(sums, maxima)
 
     def merge(self, other: Totals) -> None:
         self.sums = self.sums + other.sums
@@ -79,8 +90,8 @@ class Totals:
     def add(self, found: Objective, tokens: Tokens) -> None:
         """Add one microbatch."""
         sums, maxima = _measure(found, tokens)
-        self.sums += torch.stack([sums[name].detach().double() for name in SUMS])
-        self.maxima = torch.maximum(self.maxima, torch.stack([maxima[name].detach().double() for name in MAXIMA]))
+        self.sums += sums
+        self.maxima = torch.maximum(self.maxima, maxima)
 
     def add_likelihood(self, loss_sum: Tensor, entropy_N: Tensor) -> None:
         """Add one microbatch of a warm start, where there is no engine and no ratio."""
@@ -89,79 +100,62 @@ class Totals:
         self.sums += torch.stack([known.get(name, torch.zeros_like(ones)).detach().double() for name in SUMS])
 
 
-def _measure(found: Objective, tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    usable_N, correction = found.usable_N, found.correction
-    gap_N = (found.before_N - found.engine_N).double()
+def _measure(found: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """In the order of SUMS and MAXIMA. As columns side by side: on a GPU each operation is a launch, whatever its size."""
+    correction, usable_N = found.correction, found.usable_N.double()
+    gap_N = (found.before_N - found.engine_N).double()  # 0 where not usable
     near_N = gap_N.clamp(-GAP_LIMIT, GAP_LIMIT)
-    rejected_N = tokens.spread(correction.rejected_S) & usable_N
-    weight_N = correction.weight_N.double()
+    size_N, rho_N, weight_N = gap_N.abs(), near_N.exp() * usable_N, correction.weight_N.double()
     # k1 and k3 estimate KL(engine || trainer), sampled from the engine: rho = trainer/engine, k1 = -log rho, k3 = rho - 1 - log rho.
-    each = {"tokens": usable_N.double(), "k1": -gap_N, "k3": torch.expm1(near_N) - near_N, "logp_abs": gap_N.abs()}
-    rho_N = torch.where(usable_N, near_N.exp(), 0.0)
-    sums = {
-        "tokens": torch.ones_like(gap_N).sum(),
-        "usable": usable_N.sum(),
-        "loss": found.loss_sum,
-        "clipped": found.clipped_N.sum(),
-        "entropy": found.entropy_N.sum(),
-        "kl_ref": found.kl_ref_N.sum(),
-        "k1": each["k1"].sum(),
-        "k3": each["k3"].sum(),
-        "logp_abs": each["logp_abs"].sum(),
-        "weight": weight_N.sum(),
-        "weight_sq": weight_N.square().sum(),
-        "truncated": correction.truncated_N.sum(),
-        "masked": correction.masked_N.sum(),
-        "rejected": rejected_N.sum(),
-        "rho": rho_N.sum(),
-        "rho_sq": rho_N.square().sum(),
-    }
-    peak = gap_N.abs().max() if gap_N.numel() else gap_N.sum()
-    dev = (found.ratio_N.double() - 1.0).abs().max() if gap_N.numel() else peak
-    maxima = {"ratio_dev": dev, "logp_abs": peak}
-    for part, values in zip((sums, maxima), _by_sequence(found, tokens, gap_N), strict=True):
-        part |= values
-    for part, values in zip((sums, maxima), _by_bucket(each, tokens), strict=True):
-        part |= values
-    return sums, maxima
+    in_bucket_N4 = torch.stack([usable_N, -gap_N, torch.expm1(near_N) - near_N, size_N], dim=1)
+    _, k1_N, k3_N, _ = in_bucket_N4.unbind(1)
+    rejected_N = tokens.spread(correction.rejected_S) & found.usable_N
+    columns = (
+        torch.ones_like(gap_N), usable_N, found.clipped_N, found.entropy_N, found.kl_ref_N, k1_N, k3_N, size_N, weight_N,
+        weight_N.square(), correction.truncated_N, correction.masked_N, rejected_N, rho_N, rho_N.square(),
+    )  # fmt: skip
+    of_sequences, log_ppl_gap = _by_sequence(found, tokens, gap_N)
+    of_buckets, peaks_B = _by_bucket(in_bucket_N4, tokens)
+    sums = [found.loss_sum.detach().double()[None], _sums(columns), of_sequences, of_buckets]
+    peaks = _largest(torch.stack([(found.ratio_N.double() - 1.0).abs(), size_N], dim=1))
+    return torch.cat(sums), torch.cat([peaks, log_ppl_gap, peaks_B])
 
 
-def _by_sequence(found: Objective, tokens: Tokens, gap_N: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A sequence counts once, on the rank that owns it, and only when it has a usable token."""
+def _sums(columns: Sequence[Tensor]) -> Tensor:
+    """float64, one sum for each column; columns of any dtype."""
+    return torch.stack([column.detach().double() for column in columns], dim=1).sum(0)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Over the first axis; 0 of nothing."""
+    return rows.amax(0) if len(rows) else rows.new_zeros(rows.shape[1:])
+
+
+def _by_sequence(found: Objective, tokens: Tokens, gap_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(the sums of OF_SEQUENCES, [1] the largest difference of log-perplexities). A sequence counts once, on the rank that owns it, and
+    only when it has a usable token."""
     usable_S = tokens.sum(found.usable_N)
     mine_S = tokens.owned_S & (usable_S > 0)
     number_S = usable_S.clamp(min=1.0)
     gap_S = tokens.sum(gap_N)
     rho_S = gap_S.clamp(-GAP_LIMIT, GAP_LIMIT).exp()
-    log_ppl_S, log_ppl_engine_S = -tokens.sum(found.before_N) / number_S, -tokens.sum(found.engine_N) / number_S
-    truncated_S = tokens.sum(found.correction.truncated_N) > 0
-    per_sequence = {
-        "sequences": torch.ones_like(rho_S),
-        "seq_rho": rho_S,
-        "seq_rho_sq": rho_S.square(),
-        "log_ppl": log_ppl_S,
-        "log_ppl_engine": log_ppl_engine_S,
-        "log_ppl_abs": (gap_S / number_S).abs(),
-        "seq_rejected": found.correction.rejected_S.double(),
-        "seq_truncated": truncated_S.double(),
-    }
-    kept = {name: torch.where(mine_S, value, 0.0) for name, value in per_sequence.items()}
-    peak = kept["log_ppl_abs"].max() if mine_S.numel() else gap_S.sum()
-    return {name: value.sum() for name, value in kept.items()}, {"log_ppl_abs": peak}
+    apart_S = (gap_S / number_S).abs()
+    columns = (
+        torch.ones_like(rho_S), rho_S, rho_S.square(), -tokens.sum(found.before_N) / number_S, -tokens.sum(found.engine_N) / number_S,
+        apart_S, found.correction.rejected_S, tokens.sum(found.correction.truncated_N) > 0,
+    )  # fmt: skip
+    return _sums([torch.where(mine_S, column, 0.0) for column in columns]), _largest(torch.where(mine_S, apart_S, 0.0)[:, None])
 
 
-def _by_bucket(each: dict[str, Tensor], tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and the largest gap by place in the sequence and by assistant turn."""
-    edges = torch.tensor(POSITION_EDGES[1:], device=tokens.position_N.device)
-    place_N = torch.bucketize(tokens.position_N, edges, right=True)
+def _by_bucket(in_bucket_N4: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """([4 B] sums, [B] the largest gap) by place in the sequence and by assistant turn."""
+    # Compared with numbers: a tensor of edges would have to be brought to the GPU, for which it would be waited.
+    place_N = torch.stack([tokens.position_N >= edge for edge in POSITION_EDGES[1:]]).sum(0)
     turn_N = tokens.turn_N.clamp(max=TURNS - 1) + len(POSITION_EDGES)
     buckets = torch.arange(len(BUCKETS), device=place_N.device)
     inside_NB = (place_N[:, None] == buckets) | (turn_N[:, None] == buckets)
-    sums_B4 = inside_NB.double().T @ torch.stack([each[name] for name in IN_BUCKET], dim=1)
-    peaks_NB = torch.where(inside_NB, each["logp_abs"][:, None], 0.0)
-    peaks_B = peaks_NB.amax(0) if len(peaks_NB) else peaks_NB.new_zeros(len(BUCKETS))
-    sums = {f"{bucket}/{name}": sums_B4[b, i] for b, bucket in enumerate(BUCKETS) for i, name in enumerate(IN_BUCKET)}
-    return sums, {f"{bucket}/logp_abs": peaks_B[b] for b, bucket in enumerate(BUCKETS)}
+    sums_B4 = inside_NB.to(in_bucket_N4.dtype).T @ in_bucket_N4
+    return sums_B4.flatten(), _largest(torch.where(inside_NB, in_bucket_N4[:, -1:], 0.0))
 
 
 def mismatch_measures(totals: Totals) -> tuple[Measure, ...]:

@@ -111,12 +111,16 @@ class TrainedModel:
         loss. On every stage `around(j)` is a context around the forward pass of microbatch j.
         """
 
+        # All of them first: bringing one to the device waits until it has done what it was given before.
+        parts = [self._local(batch) for batch in minibatch]
+
         def forward_step(todo: Iterator[int], model: torch.nn.Module):
             j = next(todo)
-            local = self._local(minibatch[j])
+            local = parts[j]
 
             def loss(scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                return use(j, local, scores), torch.tensor(local.target_M.numel(), dtype=torch.int, device=self.device), {}
+                # Filled there: a number brought to the device would be waited for.
+                return use(j, local, scores), torch.full((), local.target_M.numel(), dtype=torch.int, device=self.device), {}
 
             with around(j) if around is not None else nullcontext(), SPANS("forward"):
                 return self._forward(local, temperature, model), loss

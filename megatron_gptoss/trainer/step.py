@@ -32,7 +32,7 @@ from megatron_gptoss.rl.aggregate import UpdateTotals
 from megatron_gptoss.rl.correction import correct, mean_weight, weight_sums
 from megatron_gptoss.rl.diagnostics import Totals, mismatch_measures, require_on_policy, too_many_unusable
 from megatron_gptoss.rl.losses import nll_loss
-from megatron_gptoss.rl.objective import correction_recipe, objective, usable
+from megatron_gptoss.rl.objective import Objective, correction_recipe, objective, usable
 from megatron_gptoss.rl.samples import sample_scores
 from megatron_gptoss.rl.tokens import Tokens
 from megatron_gptoss.rl.worst import worst_of, worst_rows, worst_tokens
@@ -48,8 +48,8 @@ class Known:
 
     tokens: list[Tokens]
     totals: UpdateTotals
-    old: Sequence[TokenScores] | None  # of the whole microbatch, as `ref`; None: the update is on-policy
-    ref: Sequence[TokenScores] | None
+    old: Sequence[Tensor] | None  # float32, nats, of the tokens this rank has, on its device, as `ref`; None: the update is on-policy
+    ref: Sequence[Tensor] | None
     measured: Totals
     routing: Routing | None  # whose choice of experts the passes follow; None: everywhere the routers' own
     worst: list[Tensor] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Trainer(TrainedModel):
         ref: list[list[TokenScores]] | None = None
         if _needs_reference(how):
             ref = [self.score(m, temperature=how.temperature, reference=True) for m in minibatches]
-        first, every = Totals.empty(self.device), Totals.empty(self.device)  # first epoch: the policy that sampled; every: the updates
+        first, every = Totals.empty(), Totals.empty()  # first epoch: the policy that sampled; every: the updates
         norms: list[float] = []
         worst: list[WorstToken] = []
         scores: list[SampleScores] = []
@@ -217,10 +217,10 @@ class Trainer(TrainedModel):
 
         if minibatch:
             self._passes(minibatch, how.temperature, add, backward=False, around=known.around)
-        self._over_ranks(known.measured)
-        self._require_usable(known.measured, how)
+        totals = self._over_ranks(known.measured)
+        self._require_usable(totals, how)
         worst = worst_tokens(known.worst, minibatch)
-        stats = self._stats(known.measured, known.measured, worst, grad_norm=0.0, num_updates=0, skipped=False, problem="")
+        stats = self._stats(totals, totals, worst, grad_norm=0.0, num_updates=0, skipped=False, problem="")
         stats = replace(stats, scores=tuple(self._scores(minibatch, known)))
         return self._with_routing(stats, how, known.routing.counts if known.routing is not None else torch.zeros(2, dtype=torch.int64))
 
@@ -240,19 +240,25 @@ class Trainer(TrainedModel):
         """Count the tokens and sequences of a minibatch over all ranks; with normalised weights, their mean too, from a scoring pass."""
         tokens = [self._tokens(batch) for batch in minibatch]
         totals = self._totals(tokens)
+        old_logp, ref_logp = (None if scores is None else self._own_logp(minibatch, scores) for scores in (old, ref))
         if how.policy is not None and how.policy.correction_normalize:
-            scored = old or self.score(minibatch, temperature=how.temperature, router_replay=_router_replay(how))
+            scored = old_logp or self._own_logp(
+                minibatch, self.score(minibatch, temperature=how.temperature, router_replay=_router_replay(how))
+            )
             recipe, weights = correction_recipe(how.policy), torch.zeros(2, dtype=torch.float64, device=self.device)
             for j, (batch, of_batch) in enumerate(zip(minibatch, tokens, strict=True)):
-                local = self._local(batch)
-                logp_N, engine_N = self._here(scored[j]).logp_N[local.mine_M], local.engine_logp_M
-                usable_N = usable(logp_N, engine_N, self._here(ref[j]).logp_N[local.mine_M] if ref is not None else None)
+                logp_N, engine_N = scored[j], self._local(batch).engine_logp_M
+                usable_N = usable(logp_N, engine_N, ref_logp[j] if ref_logp is not None else None)
                 weights += weight_sums(recipe, correct(recipe, logp_N, engine_N, of_batch, usable_N), of_batch)
             self._over_data(weights)
             totals = replace(totals, weight_mean=mean_weight(weights))
         mode = _router_replay(how)
         routing = None if mode == "none" else Routing(self.place, minibatch, mode, old)
-        return Known(tokens, totals, old, ref, Totals.empty(self.device), routing)
+        return Known(tokens, totals, old_logp, ref_logp, Totals.empty(self.device), routing)
+
+    def _own_logp(self, minibatch: Minibatch, scores: Sequence[TokenScores]) -> list[Tensor]:
+        """Log-probs of the tokens that this rank has, on its device before the passes begin: bringing them there waits for the device."""
+        return [of.logp_N[self._shard(batch).mine_M].to(self.device) for batch, of in zip(minibatch, scores, strict=True)]
 
     def _stats(
         self,
@@ -294,12 +300,14 @@ class Trainer(TrainedModel):
         if how.policy is not None and (trouble := too_many_unusable(totals, how.policy.max_unusable_fraction)):
             raise TrainerFailed(f"{how.label or 'measuring'}: {trouble}")
 
-    def _over_ranks(self, totals: Totals) -> None:
+    def _over_ranks(self, totals: Totals) -> Totals:
+        """Added up, and on the CPU: what a step decides and reports is read there, and the device is waited for once."""
         others_data: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for group in (others_data, self.groups.pp):  # only the last pipeline stage measures, the others hold zeros
             if group.size() > 1:
                 dist.all_reduce(totals.sums, group=group)
                 dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=group)
+        return totals.on_host()
 
     def _accumulate(self, minibatch: Minibatch, how: Update, known: Known) -> Totals:
         """Forward and backward over the microbatches. Returns totals over all ranks; gradients are those of the mean over all tokens."""
@@ -309,9 +317,9 @@ class Trainer(TrainedModel):
             return self._loss(j, local, scores, how, known) / max(known.totals.tokens, 1.0)
 
         self._passes(minibatch, how.temperature, add, backward=True, around=known.around)
-        self._over_ranks(known.measured)
-        self._require_usable(known.measured, how)
-        return known.measured
+        totals = self._over_ranks(known.measured)
+        self._require_usable(totals, how)
+        return totals
 
     def _loss(self, j: int, batch: LocalBatch, scores: Tensor, how: Update, known: Known) -> Tensor:
         """The loss of this rank's part of microbatch j, summed over its tokens; what it measures is added to `known`. From here on N are
@@ -328,16 +336,20 @@ class Trainer(TrainedModel):
             known.totals,
             logp_N=logp_N,
             entropy_N=entropy_N,
-            old_logp_N=self._here(known.old[j]).logp_N[batch.mine_M] if known.old is not None else None,
+            old_logp_N=None if known.old is None else known.old[j],
             engine_logp_N=batch.engine_logp_M,
             advantage_N=batch.advantage_M,
-            ref_logp_N=self._here(known.ref[j]).logp_N[batch.mine_M] if known.ref is not None else None,
+            ref_logp_N=None if known.ref is None else known.ref[j],
         )
-        known.measured.add(found, tokens)
-        known.worst.append(worst_rows(found, tokens, j))
+        self._diagnose(j, found, tokens, known)
         if known.logp is not None:
             known.logp[j][batch.mine_M] = torch.where(found.usable_N, found.before_N, torch.nan).float()
         return found.loss_sum
+
+    def _diagnose(self, j: int, found: Objective, tokens: Tokens, known: Known) -> None:
+        """Measure microbatch j, beside its loss."""
+        known.measured.add(found, tokens)
+        known.worst.append(worst_rows(found, tokens, j))
 
     # -- when a value is not finite ------------------------------------------------------------------------------------------------------
 

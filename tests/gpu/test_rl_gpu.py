@@ -47,6 +47,33 @@ def test_a_gpu_finds_what_a_cpu_finds(style, surrogate, correction):
         assert torch.allclose(here, there, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("correction", PRESETS)
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo", "cispo"])
+def test_the_gpu_is_not_waited_for_until_the_totals_are_fetched(surrogate, correction):
+    rl = RlConfig(
+        surrogate=surrogate, correction=correction, aggregation="sequence-mean", kl_coef=0.1, correction_veto=0.1, dual_clip=3.0,
+        correction_normalize=True, entropy_coef=0.1,
+    )  # fmt: skip
+    case = twin.random_case([70, 0, 30], 4, "bad")
+    _, tokens, columns = twin.tokens_and_columns(case, [0, 1, 2], torch.float32)
+    tokens, columns = tokens.to("cuda"), {name: column.cuda() for name, column in columns.items()}
+    logp, measured = columns["logp"].requires_grad_(), Totals.empty("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = objective(
+            rl, tokens, UpdateTotals(100, 2, 1.5), logp_N=logp, entropy_N=columns["entropy"], old_logp_N=columns["old"],
+            engine_logp_N=columns["engine"], advantage_N=columns["advantage"], ref_logp_N=columns["ref"],
+        )  # fmt: skip
+        found.loss_sum.backward()
+        measured.add(found, tokens)
+        worst_rows(found, tokens, 0)
+        weight_sums(correction_recipe(rl), found.correction, tokens)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            measured.on_host()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_nothing_to_train_on():
     here, there = (run(RlConfig(), [[], []], device) for device in ("cuda", "cpu"))
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))

@@ -5,12 +5,14 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gptoss.config.schema import RlConfig
 from megatron_gptoss.parallel.context import take_shard
 from megatron_gptoss.rl.aggregate import UpdateTotals, count
+from megatron_gptoss.rl.correction import PRESETS, weight_sums
 from megatron_gptoss.rl.diagnostics import Totals, mismatch_measures, require_on_policy, too_many_unusable
-from megatron_gptoss.rl.objective import objective
+from megatron_gptoss.rl.objective import correction_recipe, objective
 from megatron_gptoss.rl.tokens import tokens_of
 from megatron_gptoss.rl.worst import NUM_WORST, worst_of, worst_rows, worst_tokens
 from megatron_gptoss.types import WorstToken
@@ -142,6 +144,54 @@ def test_the_worst_tokens_come_by_name_and_place_and_each_once():
     assert worst_of([*found, *found]) == found
     assert worst_of([WorstToken("b", 1, 0, 0.0, 1.0), WorstToken("a", 2, 0, 1.0, 0.0)])[0].name == "a"
     assert worst_tokens([], []) == []
+
+
+class Waits(TorchDispatchMode):
+    """The operations for which a GPU would be waited: those that read a value, whose shape hangs on one, or that bring a tensor over.
+    A number alone (no dimension) travels inside the launch."""
+
+    READING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "bincount", "repeat_interleave")
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1].split(".")[0]
+        by_mask = name in ("index", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
+        brought = name == "lift_fresh" and args[0].ndim > 0
+        if by_mask or brought or name in self.READING or "unique" in name:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_sees_what_waits():
+    with Waits() as waits:
+        x = torch.tensor([1.0, 2.0])
+        float(x.sum()), x[x > 1], x.unique()
+    assert waits.found == ["lift_fresh", "_local_scalar_dense", "index", "_unique2"]
+
+
+@pytest.mark.parametrize("correction", sorted(PRESETS))
+@pytest.mark.parametrize("surrogate", ["ppo", "gspo", "cispo"])
+def test_neither_loss_nor_diagnostics_wait_for_a_gpu(surrogate, correction):
+    case = twin.random_case([5, 0, 3], 3, "bad")
+    _, tokens, columns = twin.tokens_and_columns(case, [0, 1, 2], torch.float32)
+    rl = RlConfig(
+        surrogate=surrogate, correction=correction, aggregation="sequence-mean", kl_coef=0.1, dual_clip=3.0, correction_veto=0.1,
+        correction_normalize=True, entropy_coef=0.1,
+    )  # fmt: skip
+    logp, measured = columns["logp"].requires_grad_(), Totals.empty()
+    with Waits() as waits:
+        found = objective(
+            rl, tokens, UpdateTotals(8, 2, 1.5), logp_N=logp, entropy_N=columns["entropy"], old_logp_N=columns["old"],
+            engine_logp_N=columns["engine"], advantage_N=columns["advantage"], ref_logp_N=columns["ref"],
+        )  # fmt: skip
+        found.loss_sum.backward()
+        measured.add(found, tokens)
+        worst_rows(found, tokens, 0)
+        weight_sums(correction_recipe(rl), found.correction, tokens)
+    assert waits.found == [] and measured.sum("usable") > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
