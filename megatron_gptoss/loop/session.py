@@ -425,6 +425,7 @@ class Session:
             )
         return self.link.policy(version)
 
+    @SPANS("engines to sleep")
     def rest_engines(self) -> None:
         """Where they share the trainer's GPUs: their memory is the trainer's until the next publish."""
         if self.plan.shares_gpus:

@@ -54,6 +54,15 @@ class Recorder:
             self._file.close()
         self._file = self._barrier = None
 
+    def note(self, name: str, seconds: float) -> None:
+        """A span that somebody else has measured, and that ends now."""
+        if self._file is not None:
+            self._write(name, time.time_ns() // 1000 - int(1e6 * seconds), int(1e6 * seconds), beside=False)
+
+    def _write(self, name: str, start_us: int, duration_us: int, *, beside: bool) -> None:
+        if self._file is not None:  # it may have been closed meanwhile
+            self._file.write(json.dumps([name, start_us, duration_us, beside]) + "\n")
+
     @contextmanager
     def __call__(self, name: str, *, beside: bool = False) -> Iterator[None]:
         if self._file is None:
@@ -68,8 +77,7 @@ class Recorder:
             if barrier:
                 barrier()
         finally:
-            if self._file is not None:  # closed meanwhile
-                self._file.write(json.dumps([name, start_us, (time.perf_counter_ns() - start) // 1000, beside]) + "\n")
+            self._write(name, start_us, (time.perf_counter_ns() - start) // 1000, beside=beside)
 
 
 SPANS = Recorder()  # this process's: spans are like log lines, wanted in places that know nothing of each other

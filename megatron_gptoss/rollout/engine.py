@@ -300,6 +300,7 @@ class _Laps:
     def mark(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part] = now - self.last
+        SPANS.note(part, now - self.last)
         self.last = now
 
 

@@ -62,6 +62,19 @@ def test_a_decorated_function_is_a_span_at_every_call(tmp_path):
     assert [name for name, *_ in lines(tmp_path / "a.jsonl")] == ["verb", "verb"]
 
 
+def test_what_somebody_else_measured_ends_now(tmp_path):
+    record = Recorder()
+    record.note("nowhere", 1.0)
+    record.open(tmp_path / "a.jsonl")
+    with record("outer"):
+        pass
+    record.note("part", 0.25)
+    record.close()
+    part, outer = read_spans(tmp_path)
+    assert (part.name, part.duration_us) == ("part", 250_000)
+    assert outer.end_us <= part.end_us + 1000
+
+
 def test_a_torn_line_is_passed_over(tmp_path):
     (tmp_path / "engine-0.jsonl").write_text('["turn", 5, 2, true]\n["turn", 9, 2')
     assert read_spans(tmp_path) == [Span("engine-0", "turn", 5, 2, True)]
