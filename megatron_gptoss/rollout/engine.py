@@ -184,13 +184,15 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self.gate.update():
-            self.held = HeldWeights(NO_WEIGHTS, 0, 0)
+            self.held, is_open = HeldWeights(NO_WEIGHTS, 0, 0), False
             try:
                 await self.llm.start_weight_update()
+                is_open = True
                 for bucket in buckets:
                     info = {"version": version, "tensors": bucket}
                     await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
                 await self.llm.finish_weight_update()
+                is_open = False
                 # Cached keys and values belong to the old weights; reusing one moves log-probs by more than 1 nat.
                 if not await self.llm.reset_prefix_cache():
                     raise RuntimeError("vLLM did not reset its prefix cache")
@@ -198,14 +200,18 @@ class Engine:
             except EngineDeadError as error:
                 raise EngineDied(f"vLLM's engine core died during an update: {error}") from None
             except Exception as error:
-                await self._leave_update()
+                if is_open:  # vLLM refuses the next start while one is open, and only finishing closes it
+                    with contextlib.suppress(Exception):
+                        await self.llm.finish_weight_update()
                 raise WeightsRefused(f"update to version {version}: {error}") from None
+            if problems := sorted({problem for *_, problem in reports if problem}):
+                raise WeightsRefused(f"update to version {version}: {'; '.join(problems)}")
             if len(reports) != 1:
                 raise WeightsRefused(f"update to version {version}: vLLM's workers disagree: {sorted(reports)}")
-            *account, problem = reports.pop()
+            *account, _ = reports.pop()
             held = HeldWeights(*account)
-            if problem or held.version != version:
-                raise WeightsRefused(f"update to version {version}: {problem or f'the worker holds version {held.version}'}")
+            if held.version != version:
+                raise WeightsRefused(f"update to version {version}: the workers hold version {held.version}")
             self.held = held
             return held
 
@@ -258,19 +264,14 @@ class Engine:
                 await self.llm.sleep(level=2)
                 self.asleep = True
 
-    async def peak_memory(self) -> list[tuple[int, int]]:
-        """Of each worker: see vllm_worker.WorkerExtension.peak_memory."""
-        return [tuple(peak) for peak in await self.llm.collective_rpc("peak_memory")]
-
-    async def _leave_update(self) -> None:
-        """vLLM refuses the next start while an update is open, and only finishing closes one; it complains when none is open."""
     async def expert_values(self) -> list[dict[str, list[tuple[float, float]]]]:
         """Of each worker: see vllm_worker.WorkerExtension.expert_values."""
         found = await self.llm.collective_rpc("expert_values")
         return [{name: [tuple(pair) for pair in rows] for name, rows in each.items()} for each in found]
 
-        with contextlib.suppress(Exception):
-            await self.llm.finish_weight_update()
+    async def peak_memory(self) -> list[tuple[int, int]]:
+        """Of each worker: see vllm_worker.WorkerExtension.peak_memory."""
+        return [tuple(peak) for peak in await self.llm.collective_rpc("peak_memory")]
 
     async def version(self) -> PolicyVersion:
         return self.held.version
@@ -455,8 +456,8 @@ class EngineHandle:
         self.actor = actor
         self.name = name
         self.log_path = settings.log_path
-        self.pid: int | None = None
         self.num_workers = settings.tensor_parallel
+        self.pid: int | None = None
         self.place: Place | None = None  # known when it has started
         self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
 
@@ -481,10 +482,10 @@ class EngineHandle:
     async def sleep(self) -> None:
         await self._call("sleep")
 
-    async def peak_memory(self) -> list[tuple[int, int]]:
     async def expert_values(self) -> list[dict[str, list[tuple[float, float]]]]:
         return await self._call("expert_values")
 
+    async def peak_memory(self) -> list[tuple[int, int]]:
         return await self._call("peak_memory")
 
     async def version(self) -> PolicyVersion:

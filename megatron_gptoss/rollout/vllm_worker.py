@@ -190,6 +190,16 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
         self._begin()
 
     def receive_weights(self, update_info: InlineBucket) -> None:
+        """What is wrong is kept for `held_weights` and not raised: vLLM reads no other worker's answer to a call in which one raised, and
+        would take it for the answer to the next call."""
+        if self.problem:
+            return
+        try:
+            self._receive(update_info)
+        except Exception as error:
+            self.problem = str(error) or type(error).__name__
+
+    def _receive(self, update_info: InlineBucket) -> None:
         if self.pending_version not in (None, update_info.version):
             raise ValueError(f"bucket of version {update_info.version} inside the update to version {self.pending_version}")
         self.pending_version = update_info.version
@@ -215,9 +225,11 @@ class InlineWeightTransfer(WeightTransferEngine[InlineInit, InlineBucket]):
             self.times_written[target] += 1
 
     def finish_weight_update(self) -> None:
+        if self.problem:
+            return
         wrong = [f"{name} ({self.times_written[name]} of {count})" for name, count in self._expected() if self.times_written[name] != count]
         if wrong or self.pending_version is None:
-            # Not raised: vLLM would keep the update open, and refuse the next one.
+            # Nor is this raised: vLLM would keep the update open, and refuse the next one.
             self.problem = f"not a whole update: {len(wrong)} parameters were written too rarely or too often, among them {wrong[:6]}"
         else:
             self.version = self.pending_version
@@ -281,6 +293,16 @@ class WorkerExtension:
         transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return transfer.receive_all(pickle.loads(receipt), self.rank)  # type: ignore[attr-defined]
 
+    def expert_values(self) -> dict[str, list[tuple[float, float]]]:
+        """Of each expert tensor that this worker holds: each expert's least and largest element. For tests: what has really arrived?"""
+        transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
+        found = {}
+        for name, parameter in transfer.model.named_parameters():
+            if ".experts." in name:
+                rows = parameter.detach().flatten(1)
+                found[name] = list(zip(rows.amin(1).tolist(), rows.amax(1).tolist(), strict=True))
+        return found
+
     def peak_memory(self) -> tuple[int, int]:
         """(the most that tensors of this worker took on its GPU, what is in use there now by everybody), bytes; zeros on a CPU."""
         if self.device.type != "cuda":  # type: ignore[attr-defined]
@@ -293,16 +315,6 @@ class WorkerExtension:
         import torch
 
         device: torch.device = self.device  # type: ignore[attr-defined]
-    def expert_values(self) -> dict[str, list[tuple[float, float]]]:
-        """Of each expert tensor that this worker holds: each expert's least and largest element. For tests: what has really arrived?"""
-        transfer: InlineWeightTransfer = self.weight_transfer_engine  # type: ignore[attr-defined]
-        found = {}
-        for name, parameter in transfer.model.named_parameters():
-            if ".experts." in name:
-                rows = parameter.detach().flatten(1)
-                found[name] = list(zip(rows.amin(1).tolist(), rows.amax(1).tolist(), strict=True))
-        return found
-
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def held_weights(self) -> tuple[int, int, int, str]:
