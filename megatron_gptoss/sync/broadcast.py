@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,8 @@ from megatron_gptoss.sync.transfer import SyncAborted, Transfer, Watch, join_sto
 
 # NCCL's own watchdog must not fire: it ends the process, and a trainer outlives its engines. `Watch` is earlier, and more polite.
 NEVER = timedelta(days=7)
+# Gloo cannot give up what is on its way before its own timeout, and to delete such a group would wait for that.
+_LEFT_BEHIND: list[Group] = []
 QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
@@ -40,12 +43,13 @@ class Group:
         """Raises SyncAborted when the others do not come."""
         self.name, self.device = transfer.group, device
         self.buffers: list[Tensor] = []
+        self.works: deque[Work] = deque(maxlen=4)  # the last ones begun
         self.store = join_store(transfer)  # its own: a process group may sit in a call of its store
         here = [f"group/{transfer.group}/{r}" for r in range(transfer.size)]
         watch.store.set(here[rank], "here")
         watch.until(lambda: watch.store.check(here))
         meeting = PrefixStore(f"group/{transfer.group}", self.store)
-        self.backend: Any = _watched(lambda: _connect(meeting, rank, transfer.size, device), watch)
+        self.backend: Any = _watched(lambda: _connect(meeting, rank, transfer, device), watch)
 
     def two_buffers(self, num_bytes: int) -> list[Tensor]:
         if not self.buffers or self.buffers[0].numel() < num_bytes:
@@ -57,7 +61,9 @@ class Group:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.asyncOp = True
-        return self.backend.broadcast([tensor], options)
+        work = self.backend.broadcast([tensor], options)
+        self.works.append(work)
+        return work
 
     def finish(self, work: Work, watch: Watch) -> None:
         """On a GPU the current stream waits for it, not the host."""
@@ -69,19 +75,26 @@ class Group:
 
     def close(self) -> None:
         """Give up what is on its way; the group is of no use any more."""
-        self.backend.abort()
-        self.buffers = []
+        if self.device.type == "cuda":
+            self.backend.abort()
+            self.buffers = []
+        elif self._busy():
+            _LEFT_BEHIND.append(self)
+        _LEFT_BEHIND[:] = [group for group in _LEFT_BEHIND if group._busy()]
+
+    def _busy(self) -> bool:
+        return not all(work.is_completed() for work in self.works)
 
 
-def _connect(meeting: PrefixStore, rank: int, size: int, device: torch.device) -> Any:
+def _connect(meeting: PrefixStore, rank: int, transfer: Transfer, device: torch.device) -> Any:
     if device.type != "cuda":
-        return ProcessGroupGloo(meeting, rank, size, timeout=NEVER)
+        return ProcessGroupGloo(meeting, rank, transfer.size, timeout=timedelta(seconds=transfer.timeout_s))
     from torch.distributed import ProcessGroupNCCL
 
     torch.cuda.set_device(device)  # this is another thread
     group: Any = ProcessGroupNCCL
     with _environment(QUIET):
-        backend = group(meeting, rank, size, NEVER)
+        backend = group(meeting, rank, transfer.size, NEVER)
     # NCCL meets at the first call.
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
