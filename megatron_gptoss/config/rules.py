@@ -416,7 +416,7 @@ def _sync_rules(loaded: Loaded) -> Iterator[str]:
     sync, shares = config.rollout.weight_sync, config.cluster.share_gpus
     if sync == "shared" and config.cluster.device == "cuda" and not shares:
         yield (
-            f"{show('rollout.weight_sync')} goes through memory of the GPU that trainer and engine share, and {show('cluster.share_gpus')}. "
+            f"{show('rollout.weight_sync')} goes through memory of a GPU that trainer and engine share, and {show('cluster.share_gpus')}. "
             'Use rollout.weight_sync = "auto", or cluster.share_gpus = true.'
         )
     if sync == "shared" and config.cluster.device == "cpu" and config.cluster.nodes > 1:
