@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -57,7 +56,7 @@ PANELS = (
     Panel("Trainer against engine, log-perplexity", "mismatch/log_ppl_abs_diff", "mean absolute gap", logarithmic=True),
 )
 # Of every run. The KL term is far too small to matter; with it the distance to the warm start is measured.
-COMMON = ("--run.save_every=0", "--run.eval_every=0", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
+COMMON = ("--run.save_every=0", "--run.save_at_end=false", "--run.eval_every=0", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
 NOISE = "--diagnose.routing_noise=0.1"
 ANOTHER_MODEL = "--parity.enabled=false"  # the trainer is wrong on purpose, and the self-test would say so
 
@@ -257,7 +256,6 @@ def make_run(plan: Plan, name: str, seed: int) -> str:
         finished = code == 0
         if any("reward/mean" in row for row in rows):
             Kept(name, seed, plan.steps_of(setting), finished, plan.made_from(name), rows).write(plan.out)
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # gigabytes each, and nothing goes on from them
         print(f"{name}, seed {seed}: {seconds:.0f} s, {summary(rows)}{'' if finished else ', not finished'}", flush=True)
         if finished:
             plan.longest_s = max(plan.longest_s, seconds)

@@ -39,6 +39,7 @@ class RunConfig(Section):
     seed: NonNegative = 0
     steps: Positive = 40
     save_every: NonNegative = Field(default=20, description="steps between checkpoints of `gptoss train`; 0: only at the end")
+    save_at_end: bool = Field(default=True, description="a checkpoint after the last step of `gptoss train`")
     keep_checkpoints: NonNegative = Field(
         default=2,
         description="newest complete checkpoints that stay when a further one is whole; 0: all",

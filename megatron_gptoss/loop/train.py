@@ -283,7 +283,7 @@ def save_and_evaluate_if_due(session: Session, step: int) -> None:
         session.metrics.write(step, evaluate(session, run.final_eval_prompts, step=step, show=SHOWN_ROLLOUTS).metrics())
     elif not last and run.eval_prompts and run.eval_every and step % run.eval_every == 0:
         session.metrics.write(step, evaluate(session, run.eval_prompts, step=step).metrics())
-    if last or (run.save_every and step % run.save_every == 0):
+    if (last and run.save_at_end) or (not last and run.save_every and step % run.save_every == 0):
         session.save()
     else:
         session.notice_save()
@@ -297,4 +297,5 @@ def finish(session: Session) -> None:
     session.console.say(f"picture    {picture}")
     session.console.say(f"metrics    {session.dir.metrics_file}")
     session.console.say(f"rollouts   {session.dir.rollouts}")
-    session.console.say(f"checkpoint {session.dir.checkpoint(session.progress.step)}")
+    if session.config.run.save_at_end:
+        session.console.say(f"checkpoint {session.dir.checkpoint(session.progress.step)}")

@@ -26,7 +26,7 @@ def test_a_setting_is_run_kept_and_drawn(tmp_path):
     assert {"eval/success"} <= rows[0].keys() & rows[2].keys()
     assert (tmp_path / "docs" / "kept" / "a.png").stat().st_size > 20_000
     assert "| everything on, the long run | 0 | 2 |" in (tmp_path / "docs" / "page.md").read_text()
-    assert not list((tmp_path / "runs" / "main-0").glob("checkpoints"))
+    assert not list((tmp_path / "runs" / "main-0" / "checkpoints").iterdir()), "nothing goes on from these runs"
     # The timeline of its last step: all processes in it, and the parts of the step inside the step.
     events = json.loads((tmp_path / "runs" / "main-0" / "trace.json").read_text())["traceEvents"]
     processes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M"}
