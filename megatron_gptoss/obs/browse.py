@@ -324,7 +324,7 @@ def _token_line(token: Token) -> str:
 # -- with one ------------------------------------------------------------------------------------------------------------------------------
 
 ESCAPES = {"\x1b[C": "right", "\x1b[D": "left", "\x1b[A": "up", "\x1b[B": "down", "\x1bOC": "right", "\x1bOD": "left"}
-ESCAPES |= {"\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "b", "\x1b[6~": " ", "\x1b[H": "0", "\x1b": "q", "\x03": "q", "": "q"}
+ESCAPES |= {"\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "b", "\x1b[6~": " ", "\x1b[H": "0", "\x1b": "q", "": "q"}
 
 
 def browse(reader: Reader) -> None:

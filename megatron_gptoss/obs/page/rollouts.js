@@ -110,9 +110,12 @@ function moveStep(by) {
 function draw() { drawTop(); drawChart(); drawFilters(); drawGroups(); drawRollout(); }
 
 function drawTop() {
-  const here = summary(state.key), trained = run.steps.filter(s => !s.heldOut);
-  const facts = [plural(trained.length, "training step"), plural(run.steps.reduce((n, s) => n + s.rollouts, 0), "rollout")];
-  if (run.steps.some(s => s.shown < s.rollouts)) facts.push(`${run.steps.reduce((n, s) => n + s.shown, 0)} of them on this page`);
+  const here = summary(state.key), facts = [], sum = (steps, field) => steps.reduce((n, s) => n + s[field], 0);
+  for (const [heldOut, word] of [[false, "training step"], [true, "held-out evaluation"]]) {
+    const steps = run.steps.filter(s => s.heldOut === heldOut);
+    if (steps.length) facts.push(`${plural(steps.length, word)}, ${plural(sum(steps, "rollouts"), "rollout")}`);
+  }
+  if (run.steps.some(s => s.shown < s.rollouts)) facts.push(`${sum(run.steps, "shown")} rollouts are on this page`);
   const segments = el("div", { className: "segments", "aria-label": "Colour of tokens" }, ...Object.entries(MEASURES).map(([by, words]) =>
     el("button", {
       textContent: words, "aria-pressed": state.by === by, onclick: () => go({ by }),
@@ -131,11 +134,12 @@ function drawChart() {
   const trained = run.steps.filter(s => !s.heldOut), held = run.steps.filter(s => s.heldOut), lines = [];
   const means = trained.map(s => s.mean ?? 0), low = Math.min(0, ...means), high = Math.max(1e-9, ...means, low === 0 && Math.max(...means) <= 1 ? 1 : 0);
   if (trained.length) {
-    lines.push(el("div", { className: "line" }, el("span", { className: "what", textContent: "mean reward of training steps" }),
+    lines.push(el("div", { className: "line" }, el("span", { className: "what", textContent: `mean reward by step, ${number(low)} to ${number(high)}` }),
       el("div", { className: "bars" }, ...trained.map(s => el("button", {
         title: `step ${s.step}: mean reward ${number(s.mean)}, ${plural(s.rollouts, "rollout")}`, onclick: () => go({ key: s.key }),
         "aria-current": s.key === state.key, "aria-label": `step ${s.step}`,
-      }, el("i", { style: { height: `${(100 * ((s.mean ?? 0) - low)) / (high - low)}%` } }))))));
+      }, el("span", { className: "bar" }, el("i", { style: { height: `${(100 * ((s.mean ?? 0) - low)) / (high - low)}%` } })),
+        el("small", { textContent: labelled(s, trained) }))))));
   }
   if (held.length) {
     lines.push(el("div", { className: "line" }, el("span", { className: "what", textContent: "held-out, after step" }),
@@ -145,6 +149,12 @@ function drawChart() {
       }, String(s.step), el("b", { textContent: number(s.mean) }))))));
   }
   $("chart").replaceChildren(...lines);
+}
+
+function labelled(step, all) { // the step that is open, the ends, and round numbers that are not too close to either
+  const at = all.indexOf(step), open = all.findIndex(s => s.key === state.key), every = Math.ceil(all.length / 80) * 10;
+  const far = [open, 0, all.length - 1].every(i => i === at || i < 0 || Math.abs(i - at) * 40 > all.length * 1.5);
+  return at === open || ((at === 0 || at === all.length - 1 || step.step % every === 0) && far) ? String(step.step) : "";
 }
 
 function choice(name, words, options) {
@@ -205,6 +215,7 @@ function drawGroups() {
 
 function drawRollout() {
   const { group, rollout } = chosen();
+  $("rollout").classList.toggle("long", (rollout?.t.length ?? 0) > 5000);
   if (!rollout) return $("rollout").replaceChildren(el("p", { className: "none", textContent: "No rollout is chosen." }));
   const facts = [
     ["answer", el("code", { textContent: rollout.answer ?? "none" })], ["gold", el("code", { textContent: group.gold })],
@@ -309,7 +320,7 @@ function token(rollout, place, n) {
   made.dataset.t = place;
   if (n !== undefined && state.by in FIELD) {
     const colour = ground(of(rollout[FIELD[state.by]], n));
-    if (colour) made.style.background = colour;
+    if (colour) made.style.backgroundImage = `linear-gradient(${colour}, ${colour})`; // over the ground of what is sampled
   }
   return made;
 }
