@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock, patch
+
 import torch
 
 from megatron_gptoss.config.schema import DiagnoseConfig, RlConfig, TrainerConfig
@@ -41,4 +43,19 @@ def trainer(shape, *, model=MILD, lr: float = 1e-2, seed: int = 3, updates: int 
     made = Trainer(model, TrainerConfig(**fields), shape, optimizer, total_updates=updates, diagnose=switches)
     made.load_hf((n, 0.5 * t if "norm" not in n else t) for n, t in strong_tensors(model, seed))
     made.weights_changed()
+    return made
+
+
+def trainer_in_float64(shape, *, model=MILD, seed: int = 3):
+    """The same one with weights, activations and gradients in float64, which no configuration offers: what is left of a difference there
+    is no rounding of float32. It has no optimizer, and gradients are whole on every rank."""
+    from megatron_gptoss.trainer import passes
+    from megatron_gptoss.trainer.step import Trainer
+
+    plain = passes.DistributedDataParallelConfig
+    whole = lambda **fields: plain(**{**fields, "use_distributed_optimizer": False, "grad_reduce_in_fp32": False})  # noqa: E731
+    config = TrainerConfig().model_copy(update={"dtype": "float64"})
+    with patch.multiple(passes, make_optimizer=Mock(), make_schedule=Mock(), DistributedDataParallelConfig=whole):
+        made = Trainer(model, config, shape, RlConfig(), total_updates=1)
+    made.load_hf((n, (0.5 * t if "norm" not in n else t).double()) for n, t in strong_tensors(model, seed))
     return made
