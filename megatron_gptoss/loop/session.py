@@ -52,7 +52,7 @@ from megatron_gptoss.obs.run_dir import (
     write_atomic,
 )
 from megatron_gptoss.obs.spans import FOLDER as TRACE_FOLDER
-from megatron_gptoss.obs.spans import SPANS, TRACE, table_rows, write_trace
+from megatron_gptoss.obs.spans import SPANS, TRACE, write_trace
 from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.samples import by_sample
@@ -197,8 +197,8 @@ class Session:
 
     def show_trace(self) -> None:
         """Where the time of the last steps went, on the terminal and in trace.json."""
-        if self._traced and (found := write_trace(self.dir.path, self.config.run.trace_steps)):
-            self.console.table("where the time of a step goes", table_rows(found))
+        if self._traced and (rows := write_trace(self.dir.path, self.config.run.trace_steps)):
+            self.console.table("where the time of a step goes", rows)
             self.console.say(f"trace      {self.dir.path / TRACE}, for ui.perfetto.dev or chrome://tracing")
 
     # -- start and stop ------------------------------------------------------------------------------------------------------------------

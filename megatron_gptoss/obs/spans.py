@@ -158,7 +158,35 @@ def shares(spans: Sequence[Span]) -> list[Share]:
     ]
 
 
-def table_rows(found: Sequence[Share]) -> list[tuple[str, str]]:
+@dataclass(frozen=True)
+class Crowd:
+    """Of all spans of one name that run beside each other in one process."""
+
+    process: str
+    name: str
+    count: float  # a step
+    mean_s: float
+    at_once: float  # mean number, over the time in which there was any
+
+
+def crowds(spans: Sequence[Span]) -> list[Crowd]:
+    steps = sum(span.name.startswith(STEP) for span in spans)
+    found: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.beside:
+            found[span.process, span.name].append(span)
+    made = []
+    for (process, name), group in found.items() if steps else ():
+        busy_us, until = 0, 0
+        for span in sorted(group, key=lambda s: s.start_us):
+            busy_us += max(0, span.end_us - max(span.start_us, until))
+            until = max(until, span.end_us)
+        total_us = sum(span.duration_us for span in group)
+        made.append(Crowd(process, name, len(group) / steps, total_us / len(group) / 1e6, total_us / busy_us if busy_us else 0.0))
+    return made
+
+
+def table_rows(found: Sequence[Share], beside: Sequence[Crowd] = ()) -> list[tuple[str, str]]:
     """For the console: indented by depth, a heading where the process changes. Things of one depth in the order they first happened."""
     rows: list[tuple[str, str]] = []
     order = {(share.process, share.path): number for number, share in enumerate(found)}
@@ -173,13 +201,16 @@ def table_rows(found: Sequence[Share]) -> list[tuple[str, str]]:
             times = "" if share.count == 1 else f" in {share.count:g}"
             words = f"{1e3 * share.seconds:8.1f} ms{times}, {share.of_step:.1%}{inner}"
             rows.append(("  " * len(share.path) + share.path[-1], words))
+    for crowd in beside:
+        words = f"{crowd.count:g} a step, {1e3 * crowd.mean_s:.1f} ms each, {crowd.at_once:.1f} at once"
+        rows += [(crowd.process, ""), (f"  {crowd.name}", words)]
     return rows
 
 
-def write_trace(run_dir: Path, last_steps: int) -> list[Share]:
-    """trace.json of a run's last steps, and where their time went. [] and no file where no step was traced."""
+def write_trace(run_dir: Path, last_steps: int) -> list[tuple[str, str]]:
+    """trace.json of a run's last steps, and where their time went, as rows of a table. [] and no file where no step was traced."""
     spans = of_last_steps(read_spans(run_dir / FOLDER), last_steps)
     if not spans:
         return []
     (run_dir / TRACE).write_text(json.dumps(chrome_trace(spans)))
-    return shares(spans)
+    return table_rows(shares(spans), crowds(spans))

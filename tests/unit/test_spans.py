@@ -4,7 +4,18 @@ import json
 
 import pytest
 
-from megatron_gptoss.obs.spans import FOLDER, Recorder, Span, chrome_trace, of_last_steps, read_spans, shares, table_rows, write_trace
+from megatron_gptoss.obs.spans import (
+    FOLDER,
+    Recorder,
+    Span,
+    chrome_trace,
+    crowds,
+    of_last_steps,
+    read_spans,
+    shares,
+    table_rows,
+    write_trace,
+)
 
 
 def lines(file):
@@ -121,6 +132,15 @@ def test_shares_are_means_over_steps_and_parts_leave_a_rest():
     assert shares([]) == []
 
 
+def test_a_crowd_is_counted_while_there_is_one():
+    (turns,) = crowds(STEPS)
+    assert (turns.process, turns.name, turns.count) == ("engine-0", "turn", 1.0)
+    assert (turns.mean_s, turns.at_once) == pytest.approx((40e-6, 80 / 44))  # 101 to 145, two of 40
+    apart = [Span("driver", "step 1", 0, 100), Span("e", "turn", 0, 10, True), Span("e", "turn", 50, 10, True)]
+    assert crowds(apart)[0].at_once == 1.0
+    assert table_rows([], [turns]) == [("engine-0", ""), ("  turn", "1 a step, 0.0 ms each, 1.8 at once")]
+
+
 def test_the_trace_is_chromes_format():
     events = chrome_trace(STEPS)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -140,5 +160,5 @@ def test_a_run_without_a_traced_step_gets_no_trace(tmp_path):
     record.open(tmp_path / FOLDER / "driver.jsonl")
     with record("step 1"), record("rollout"):
         pass
-    assert [s.path for s in write_trace(tmp_path, 3)] in ([("rollout",)], [])  # [] where the clock saw no time pass
+    assert [name for name, _ in write_trace(tmp_path, 3)] in (["driver", "  rollout"], [])  # [] where the clock saw no time pass
     record.close()
