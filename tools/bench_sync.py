@@ -139,6 +139,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Loaded]:
     defaults = {
         "run.dir": str(folder),
         "run.name": "sync",
+        "tokenizer.name": "tiny",  # no text is read
         "rollout.max_sequence_tokens": str(PROMPT_TOKENS + options.tokens),
         "rollout.max_turn_tokens": str(options.tokens),
         "trainer.tokens_per_microbatch": str(max(1024, PROMPTS * (PROMPT_TOKENS + options.tokens))),
