@@ -39,5 +39,5 @@ def test_a_setting_is_run_kept_and_drawn(tmp_path):
     assert {"update", "forward, loss and backward", "forward", "optimizer"} <= of_trainer
     assert sum(e["ph"] == "b" for e in events) >= 16, "every conversation has a turn at least"
     # What is kept is not made again.
-    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and again.stdout.startswith("0 runs to make, 1 kept already"), again.stdout + again.stderr
