@@ -12,7 +12,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,45 @@ def test_each_request_has_its_own_limit_and_a_bad_one_hurts_nobody(bench: Bench)
             with pytest.raises(ValueError, match="max_model_len = 512"):
                 await bench.engine.generate(bad)
         await bench.engine.probe()
+
+    bench.run(story())
+
+
+def test_an_update_interrupts_turns_and_the_rest_is_of_the_new_policy_alone(bench: Bench) -> None:
+    """Each part's log-probs are those of its policy, with the whole prefix read again: no keys and values of the other one are left."""
+
+    async def story() -> None:
+        await bench.push(bench.a, 14)
+        asked = [replace(ask(make_prompt(30, n), 300), interruptible=n != 2) for n in range(6)]
+        early = [asyncio.create_task(bench.engine.generate(request)) for request in asked]
+        await asyncio.sleep(0.3)
+        await bench.push(bench.b, 15)
+        parts = await asyncio.gather(*early)
+        for n, (request, first) in enumerate(zip(asked, parts, strict=True)):
+            assert first.version == 14 and gap(bench.a, request.token_ids, first) < PARITY
+            if n == 2:
+                assert first.stop_reason == "length" and len(first.token_ids) == 300, "it had to be whole"
+                continue
+            assert first.stop_reason == "interrupted" and 0 < len(first.token_ids) < 300
+            rest = await bench.engine.generate(ask(request.token_ids + first.token_ids, 300 - len(first.token_ids)))
+            assert rest.version == 15 and gap(bench.b, request.token_ids + first.token_ids, rest) < PARITY
+        await bench.push(bench.a, 16)
+
+    bench.run(story())
+
+
+def test_what_was_begun_earlier_is_sampled_first(bench: Bench) -> None:
+    """The engine takes 16 at once. Of 64 that wait, those of the lowest order are done before any of the highest has begun."""
+
+    async def story() -> None:
+        done: list[int] = []
+
+        async def one(order: int) -> None:
+            await bench.engine.generate(replace(ask(make_prompt(8, order), 40), order=order))
+            done.append(order)
+
+        await asyncio.gather(*(one(order) for order in [0] * 16 + [3] * 16 + [2] * 16 + [1] * 16))
+        assert done == sorted(done)
 
     bench.run(story())
 
