@@ -36,7 +36,7 @@ def test_what_every_step_promises(undisturbed):
         assert {f"time/{part}_s" for part in ("rollout", "score", "update", "sync", "step")} <= row.keys()
         archive = [json.loads(line) for line in (run / "rollouts" / f"step-{step}.jsonl").read_text().splitlines()]
         assert len(archive) == 16
-        assert {v for r in archive for v in r["versions"]} == {step - 1}, "rollouts come from the policy of the step before"
+        assert {v for r in archive for v, _ in r["versions"]} == {step - 1}, "rollouts come from the policy of the step before"
         assert sum(sum(r["sampled"]) for r in archive) == row["rollout/tokens"]
     assert rows[4]["eval/prompts"] == 4
     assert (run / "report.png").stat().st_size > 10_000
