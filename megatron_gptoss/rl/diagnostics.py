@@ -101,34 +101,34 @@ class Totals:
 
 
 def _measure(found: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """In the order of SUMS and MAXIMA. As columns side by side: on a GPU each operation is a launch, whatever its size."""
+    """In the order of SUMS and MAXIMA. As rows of a few tensors: on a GPU each operation is a launch, whatever its size."""
     correction, usable_N = found.correction, found.usable_N.double()
     gap_N = (found.before_N - found.engine_N).double()  # 0 where not usable
     near_N = gap_N.clamp(-GAP_LIMIT, GAP_LIMIT)
     size_N, rho_N, weight_N = gap_N.abs(), near_N.exp() * usable_N, correction.weight_N.double()
     # k1 and k3 estimate KL(engine || trainer), sampled from the engine: rho = trainer/engine, k1 = -log rho, k3 = rho - 1 - log rho.
-    in_bucket_N4 = torch.stack([usable_N, -gap_N, torch.expm1(near_N) - near_N, size_N], dim=1)
-    _, k1_N, k3_N, _ = in_bucket_N4.unbind(1)
+    in_bucket_4N = torch.stack([usable_N, -gap_N, torch.expm1(near_N) - near_N, size_N])
+    _, k1_N, k3_N, _ = in_bucket_4N
     rejected_N = tokens.spread(correction.rejected_S) & found.usable_N
-    columns = (
+    of_tokens = (
         torch.ones_like(gap_N), usable_N, found.clipped_N, found.entropy_N, found.kl_ref_N, k1_N, k3_N, size_N, weight_N,
         weight_N.square(), correction.truncated_N, correction.masked_N, rejected_N, rho_N, rho_N.square(),
     )  # fmt: skip
     of_sequences, log_ppl_gap = _by_sequence(found, tokens, gap_N)
-    of_buckets, peaks_B = _by_bucket(in_bucket_N4, tokens)
-    sums = [found.loss_sum.detach().double()[None], _sums(columns), of_sequences, of_buckets]
-    peaks = _largest(torch.stack([(found.ratio_N.double() - 1.0).abs(), size_N], dim=1))
+    of_buckets, peaks_B = _by_bucket(in_bucket_4N, tokens)
+    sums = [found.loss_sum.detach().double()[None], _sums(of_tokens), of_sequences, of_buckets]
+    peaks = _largest(torch.stack([(found.ratio_N.double() - 1.0).abs(), size_N]))
     return torch.cat(sums), torch.cat([peaks, log_ppl_gap, peaks_B])
 
 
-def _sums(columns: Sequence[Tensor]) -> Tensor:
-    """float64, one sum for each column; columns of any dtype."""
-    return torch.stack([column.detach().double() for column in columns], dim=1).sum(0)
+def _sums(rows: Sequence[Tensor]) -> Tensor:
+    """float64, one for each row; rows of any dtype."""
+    return torch.stack([row.detach().double() for row in rows]).sum(1)
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """Over the first axis; 0 of nothing."""
-    return rows.amax(0) if len(rows) else rows.new_zeros(rows.shape[1:])
+    """Of each row; 0 of nothing."""
+    return rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
 
 
 def _by_sequence(found: Objective, tokens: Tokens, gap_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,22 +140,22 @@ def _by_sequence(found: Objective, tokens: Tokens, gap_N: Tensor) -> tuple[Tenso
     gap_S = tokens.sum(gap_N)
     rho_S = gap_S.clamp(-GAP_LIMIT, GAP_LIMIT).exp()
     apart_S = (gap_S / number_S).abs()
-    columns = (
+    each = (
         torch.ones_like(rho_S), rho_S, rho_S.square(), -tokens.sum(found.before_N) / number_S, -tokens.sum(found.engine_N) / number_S,
         apart_S, found.correction.rejected_S, tokens.sum(found.correction.truncated_N) > 0,
     )  # fmt: skip
-    return _sums([torch.where(mine_S, column, 0.0) for column in columns]), _largest(torch.where(mine_S, apart_S, 0.0)[:, None])
+    return _sums([torch.where(mine_S, row, 0.0) for row in each]), _largest(torch.where(mine_S, apart_S, 0.0)[None])
 
 
-def _by_bucket(in_bucket_N4: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """([4 B] sums, [B] the largest gap) by place in the sequence and by assistant turn."""
+def _by_bucket(in_bucket_4N: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """([B 4] sums, [B] the largest gap) by place in the sequence and by assistant turn."""
     # Compared with numbers: a tensor of edges would have to be brought to the GPU, for which it would be waited.
     place_N = torch.stack([tokens.position_N >= edge for edge in POSITION_EDGES[1:]]).sum(0)
     turn_N = tokens.turn_N.clamp(max=TURNS - 1) + len(POSITION_EDGES)
-    buckets = torch.arange(len(BUCKETS), device=place_N.device)
-    inside_NB = (place_N[:, None] == buckets) | (turn_N[:, None] == buckets)
-    sums_B4 = inside_NB.to(in_bucket_N4.dtype).T @ in_bucket_N4
-    return sums_B4.flatten(), _largest(torch.where(inside_NB, in_bucket_N4[:, -1:], 0.0))
+    bucket_B1 = torch.arange(len(BUCKETS), device=place_N.device)[:, None]
+    inside_BN = (place_N == bucket_B1) | (turn_N == bucket_B1)
+    sums_B4 = inside_BN.to(in_bucket_4N.dtype) @ in_bucket_4N.T
+    return sums_B4.flatten(), _largest(torch.where(inside_BN, in_bucket_4N[-1], 0.0))
 
 
 def mismatch_measures(totals: Totals) -> tuple[Measure, ...]:
