@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from megatron_gptoss.rl.advantages import AdvantageRule, Credited, Episode, credit
@@ -31,8 +32,11 @@ def by_sample(found: Iterable[tuple[MicroBatch, Tensor]]) -> dict[str, list[floa
     """What was found of the trained tokens [N] of each microbatch, by sample name, in the order of a sample's tokens."""
     sorted_out: dict[str, list[float]] = {}
     for batch, value_N in found:
-        for owner, value in zip(batch.sample_N.tolist(), value_N.tolist(), strict=True):
-            sorted_out.setdefault(batch.names[owner], []).append(value)
+        # The tokens of a sample are neighbours.
+        counts = torch.bincount(batch.sample_N, minlength=len(batch.names)).tolist()
+        for name, own in zip(batch.names, value_N.split(counts), strict=True):
+            if own.numel():
+                sorted_out.setdefault(name, []).extend(own.tolist())
     return sorted_out
 
 
