@@ -101,6 +101,11 @@ def _rl_rules(loaded: Loaded) -> Iterator[str]:
         )
     if rl.kl_in == "reward" and rl.kl_estimator == "unbiased":
         yield f'{show("rl.kl_estimator")} is k3 with another gradient, and {show("rl.kl_in")} has none. Use rl.kl_estimator = "k1" or "k3".'
+    if rl.kl_coef > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1":
+        yield (
+            f"{show('rl.kl_estimator')} with {show('rl.kl_in')}: as a loss its expected gradient is 0, so it adds noise and holds nothing "
+            'near the reference. Use rl.kl_estimator = "k3", "k2" or "unbiased", or rl.kl_in = "reward".'
+        )
     model = loaded.config.model
     if rl.router_replay != "none" and not (model.num_experts_per_tok >= 2 and model.num_local_experts <= 256):
         yield (

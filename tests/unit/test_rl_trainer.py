@@ -168,6 +168,7 @@ class TestScores:
         (["--rl.aggregation=sequence-sum"], ["rl.aggregation_length = 200"]),
         (["--rl.aggregation_length=5"], ["rl.aggregation_length = 5", "or 0 with another"]),
         (["--rl.kl_in=reward", "--rl.kl_estimator=unbiased"], ["rl.kl_in", '"k1" or "k3"']),
+        (["--rl.kl_coef=0.1", "--rl.kl_estimator=k1"], ['rl.kl_in = "loss" (default)', "gradient is 0", 'rl.kl_in = "reward"']),
         (["--rl.overlong_buffer_tokens=200"], ["rl.overlong_buffer_tokens = 200", "such as 40"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "reinforce++"]),
     ],
