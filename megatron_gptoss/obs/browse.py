@@ -263,8 +263,8 @@ def _colour(rgb: RGB) -> str:
 
 
 def number(value: float) -> str:
-    """+1.2e-06, -0.42"""
-    return f"{value:+.2e}" if value and abs(value) < 1e-3 else f"{value:+.3g}"
+    """+1.2e-06, -0.42, 0"""
+    return "0" if value == 0.0 else f"{value:+.2e}" if abs(value) < 1e-3 else f"{value:+.3g}"
 
 
 def strongest_words(t: Transcript, measure: Measure) -> Text:

@@ -5,7 +5,7 @@
       manifest.json    versions, git state, machine, backends (manifest.py)
       metrics.jsonl    one object a step (metrics.py)
       tensorboard/     the same numbers as TensorBoard events
-      rollouts/        step-N.jsonl, conversations with their rewards
+      rollouts/        step-N.jsonl, conversations with their rewards; step-N.scores.jsonl, what training made of their tokens
       checkpoints/     step-000020/ with config.json, Megatron's files, and COMPLETE, written last
       logs/            one file a worker
 

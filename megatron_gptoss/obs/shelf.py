@@ -14,7 +14,6 @@ from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import ConfigError, DataError
 from megatron_gptoss.obs.run_dir import RunDir
 from megatron_gptoss.obs.transcript import Transcript, transcript
-from megatron_gptoss.rl.samples import sample_name
 from megatron_gptoss.rollout.archive import read_archive
 from megatron_gptoss.rollout.scores import read_scores, scores_beside
 
@@ -45,8 +44,9 @@ class Archive:
         found = []
         for number, group in enumerate(read_archive(self.path)):
             for rollout in group.rollouts:
+                name = f"{rollout.prompt.id}#{rollout.index}"  # sample_name of rl/samples.py, which would bring torch
                 try:
-                    found.append(transcript(rollout, number, tokenizer, scores.get(sample_name(rollout))))
+                    found.append(transcript(rollout, number, tokenizer, scores.get(name)))
                 except ValueError as error:
                     raise DataError(f"{scores_beside(self.path)} does not belong to {self.path}: {error}.") from error
         return found

@@ -1,6 +1,6 @@
 "use strict";
-// Draws the blocks of data that stand before this script. A block is read when its step is first looked at; what is on the page at any time is
-// one list of groups and one rollout. Text is only ever set as text, never as markup.
+// Draws the blocks of data that stand before this script. A block is read when its step is first looked at; what is on the page at any
+// time is one list of groups and one rollout. Text is only ever set as text, never as markup.
 
 const $ = id => document.getElementById(id);
 const read = key => JSON.parse($("data-" + key).textContent);
@@ -33,6 +33,7 @@ const signed = x => (typeof x === "number" && x > 0 ? "+" : "") + number(x);
 const of = (list, i) => (Array.isArray(list) ? list[i] : list);
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const real = list => (Array.isArray(list) ? list : [list]).filter(x => typeof x === "number");
+const finite = x => (typeof x === "number" ? x : 0); // "nan" and "inf" are text in the data
 const bytes = text => JSON.stringify(text).slice(1, -1);
 
 // ---- colours: the scale is that of shades.py
@@ -63,7 +64,7 @@ function matching(group) {
 }
 const textOf = r => (r.text ??= r.t.map(n => pieces[n][1]).join(""));
 const largest = group => Math.max(0, ...group.rollouts.flatMap(r => real(r.mm).map(Math.abs)));
-const meanReward = group => group.rollouts.reduce((sum, r) => sum + (typeof r.reward === "number" ? r.reward : 0), 0) / group.rollouts.length;
+const meanReward = group => group.rollouts.reduce((sum, r) => sum + finite(r.reward), 0) / group.rollouts.length;
 
 function groupsShown() {
   const shown = block(state.key).groups.map(group => ({ group, rollouts: matching(group) })).filter(each => each.rollouts.length);
@@ -99,6 +100,10 @@ function move(by) {
   const next = all[at < 0 ? 0 : at + by];
   if (next) go({ group: next[0], index: next[1] });
 }
+function same(key, prompt, index) { // the rollout of a prompt in another step, or the first where there are fewer
+  const { g, rollouts } = block(key).groups.find(group => group.id === prompt);
+  go({ key, group: g, index: (rollouts.find(r => r.i === index) ?? rollouts[0]).i });
+}
 function moveStep(by) {
   const kind = run.steps.filter(s => s.heldOut === summary(state.key).heldOut);
   const next = kind[kind.findIndex(s => s.key === state.key) + by];
@@ -109,6 +114,9 @@ function moveStep(by) {
 
 function draw() { drawTop(); drawChart(); drawFilters(); drawGroups(); drawRollout(); }
 
+const plainButton = (textContent, title, onclick, disabled = false) =>
+  el("button", { className: "plain", textContent, title, onclick, disabled });
+
 function drawTop() {
   const here = summary(state.key), facts = [], sum = (steps, field) => steps.reduce((n, s) => n + s[field], 0);
   for (const [heldOut, word] of [[false, "training step"], [true, "held-out evaluation"]]) {
@@ -116,29 +124,32 @@ function drawTop() {
     if (steps.length) facts.push(`${plural(steps.length, word)}, ${plural(sum(steps, "rollouts"), "rollout")}`);
   }
   if (run.steps.some(s => s.shown < s.rollouts)) facts.push(`${sum(run.steps, "shown")} rollouts are on this page`);
-  const segments = el("div", { className: "segments", "aria-label": "Colour of tokens" }, ...Object.entries(MEASURES).map(([by, words]) =>
-    el("button", {
-      textContent: words, "aria-pressed": state.by === by, onclick: () => go({ by }),
-      disabled: !here.scored && (by === "advantage" || by === "mismatch"),
-      title: !here.scored && (by === "advantage" || by === "mismatch") ? "Only known of steps that were trained with run.archive_scores" : "",
-    })));
-  const dark = document.documentElement.dataset.theme === "dark";
+  const segments = Object.entries(MEASURES).map(([by, words]) => {
+    const unknown = !here.scored && (by === "advantage" || by === "mismatch");
+    return el("button", {
+      textContent: words, "aria-pressed": state.by === by, onclick: () => go({ by }), disabled: unknown,
+      title: unknown ? "Only known of steps that were trained with run.archive_scores" : "",
+    });
+  });
+  const bare = document.body.classList.contains("bare"), other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   $("top").replaceChildren(
-    el("h1", { textContent: run.name }), el("span", { className: "facts", textContent: facts.join(" · ") }), segments,
-    el("button", { className: "plain", textContent: document.body.classList.contains("bare") ? "show Harmony tokens" : "hide Harmony tokens",
-      onclick: () => { document.body.classList.toggle("bare"); drawTop(); } }),
-    el("button", { className: "plain", textContent: dark ? "light" : "dark", onclick: () => { theme(dark ? "light" : "dark"); drawTop(); } }));
+    el("h1", { textContent: run.name }), el("span", { className: "facts", textContent: facts.join(" · ") }),
+    el("div", { className: "segments", "aria-label": "Colour of tokens" }, ...segments),
+    plainButton(bare ? "show Harmony tokens" : "hide Harmony tokens", "", () => { document.body.classList.toggle("bare"); drawTop(); }),
+    plainButton(other, "", () => { theme(other); drawTop(); }));
 }
 
 function drawChart() {
   const trained = run.steps.filter(s => !s.heldOut), held = run.steps.filter(s => s.heldOut), lines = [];
-  const means = trained.map(s => s.mean ?? 0), low = Math.min(0, ...means), high = Math.max(1e-9, ...means, low === 0 && Math.max(...means) <= 1 ? 1 : 0);
+  const means = trained.map(s => finite(s.mean)), low = Math.min(0, ...means), most = Math.max(1e-9, ...means);
+  const high = low === 0 && most <= 1 ? 1 : most;
   if (trained.length) {
-    lines.push(el("div", { className: "line" }, el("span", { className: "what", textContent: `mean reward by step, ${number(low)} to ${number(high)}` }),
+    lines.push(el("div", { className: "line" },
+      el("span", { className: "what", textContent: `mean reward by step, ${number(low)} to ${number(high)}` }),
       el("div", { className: "bars" }, ...trained.map(s => el("button", {
         title: `step ${s.step}: mean reward ${number(s.mean)}, ${plural(s.rollouts, "rollout")}`, onclick: () => go({ key: s.key }),
         "aria-current": s.key === state.key, "aria-label": `step ${s.step}`,
-      }, el("span", { className: "bar" }, el("i", { style: { height: `${(100 * ((s.mean ?? 0) - low)) / (high - low)}%` } })),
+      }, el("span", { className: "bar" }, el("i", { style: { height: `${(100 * (finite(s.mean) - low)) / (high - low)}%` } })),
         el("small", { textContent: labelled(s, trained) }))))));
   }
   if (held.length) {
@@ -179,23 +190,23 @@ function drawFilters() {
   const kind = run.steps.filter(s => s.heldOut === here.heldOut), at = kind.indexOf(here);
   const rewards = tally(all.map(r => r.reward));
   const search = $("filters").querySelector("input") ?? el("input", {
-    type: "search", placeholder: "text of prompt or conversation", oninput: event => { state.filter.text = event.target.value; refilter(); } });
+    type: "search", placeholder: "text of prompt or conversation",
+    oninput: event => { state.filter.text = event.target.value; refilter(); } });
   search.value = state.filter.text;
   const shown = groupsShown(), count = shown.reduce((n, each) => n + each.rollouts.length, 0);
-  const focused = document.activeElement === search;
+  const focused = document.activeElement === search, few = here.shown < here.rollouts;
+  const whole = few ? `; the step has ${here.rollouts} in ${here.groups} groups, and this page ${here.shownGroups} of them` : "";
   $("filters").replaceChildren(
     el("header", {}, el("b", { textContent: here.heldOut ? `Held-out, after step ${here.step}` : `Step ${here.step}` }),
-      el("button", { className: "plain", textContent: "‹", title: "step before  [", disabled: at <= 0, onclick: () => moveStep(-1) }),
-      el("button", { className: "plain", textContent: "›", title: "next step  ]", disabled: at >= kind.length - 1, onclick: () => moveStep(1) })),
+      plainButton("‹", "step before  [", () => moveStep(-1), at <= 0),
+      plainButton("›", "next step  ]", () => moveStep(1), at >= kind.length - 1)),
     choice("reward", "any reward", [[">0", "above 0"], ["<=0", "0 or less"], ["differ", "groups that differ"],
       ...(rewards.length <= 12 ? rewards.map(([value, n]) => [String(value), `reward ${number(value)} (${n})`]) : [])]),
     choice("label", "any label", tally(all.flatMap(r => r.labels)).map(([value, n]) => [value, `${value} (${n})`])),
     choice("stop", "any end", tally(all.map(r => r.stop)).map(([value, n]) => [value, `${value} (${n})`])),
     choice("order", "in order", [["mismatch", "largest mismatch first"], ["reward", "lowest reward first"]]),
     search,
-    el("div", { className: "count", textContent: `${count} of ${plural(all.length, "rollout")}`
-      + (here.shown < here.rollouts ? `; the step has ${here.rollouts} in ${here.groups} groups, this page ${here.shownGroups} of them` : "")
-      + `; mean reward ${number(here.mean)}` }));
+    el("div", { className: "count" }, `${count} of ${plural(all.length, "rollout")}${whole}; mean reward ${number(here.mean)}`));
   if (focused) search.focus();
 }
 
@@ -230,13 +241,12 @@ function drawRollout() {
       el("span", { className: "pill", textContent: `reward ${number(rollout.reward)}`, style: { "--tone": tone(rollout.reward) } }),
       ...rollout.labels.map(label => el("span", { className: "pill", textContent: label })),
       el("span", { className: "steps" },
-        el("button", { className: "plain", textContent: "‹", title: "rollout before  ←", onclick: () => move(-1) }),
-        el("button", { className: "plain", textContent: "›", title: "next rollout  →", onclick: () => move(1) }))),
+        plainButton("‹", "rollout before  ←", () => move(-1)), plainButton("›", "next rollout  →", () => move(1)))),
     el("dl", {}, ...facts.map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", {}, value)))),
     others.length ? el("div", { className: "again" }, "the same prompt:", ...others.map(key => {
       const there = summary(key);
       return el("a", { href: `#${key}`, textContent: there.heldOut ? `held-out after ${there.step}` : `step ${there.step}`,
-        onclick: event => { event.preventDefault(); go({ key, group: block(key).groups.find(g => g.id === group.id).g, index: rollout.i }); } });
+        onclick: event => { event.preventDefault(); same(key, group.id, rollout.i); } });
     })) : "",
     legend(rollout), ...messages(rollout));
 }
@@ -273,8 +283,9 @@ function legend(rollout) {
     const places = sampledPlaces(rollout);
     const top = places.map((t, n) => [of(rollout[FIELD[by]], n), t]).filter(([x]) => typeof x === "number" && x !== 0)
       .sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 6);
-    if (top.length) parts.push(el("span", { className: "strongest" }, by === "logp" ? "least likely:" : "largest:", ...top.map(([x, t]) => el("button", {
-      title: `token ${t}`, onclick: () => flash(t) }, bytes(pieces[rollout.t[t]][1]), el("span", { textContent: `  ${signed(x)}` })))));
+    const buttons = top.map(([x, t]) => el("button", { title: `token ${t}`, onclick: () => flash(t) },
+      bytes(pieces[rollout.t[t]][1]), el("span", { textContent: `  ${signed(x)}` })));
+    if (top.length) parts.push(el("span", { className: "strongest" }, by === "logp" ? "least likely:" : "largest:", ...buttons));
   }
   return el("div", { className: "legend" }, ...parts);
 }
@@ -301,7 +312,8 @@ function messages(rollout) {
     return length ? made : null;
   };
   return rollout.m.map(([role, name, channel, recipient, header, body, end]) => {
-    const begin = at, kind = role !== "assistant" ? (role === "?" ? "bad" : role) : recipient ? "call" : channel === "final" ? "final" : "analysis";
+    const spoken = recipient ? "call" : channel === "final" ? "final" : "analysis";
+    const begin = at, kind = role === "assistant" ? spoken : role === "?" ? "bad" : role;
     const parts = [stretch(header, true), stretch(body, false), stretch(end, true)].filter(Boolean);
     const sampled = Array.from({ length: at - begin }, (_, n) => begin + n).filter(t => order.has(t)).length;
     return el("section", { className: sampled ? "message" : "message given", style: { "--tone": `var(--${kind})` } },
@@ -362,8 +374,11 @@ addEventListener("keydown", event => {
   if (does) { event.preventDefault(); does(); }
 });
 addEventListener("hashchange", () => { fromHash(); draw(); });
-document.body.insertBefore(el("footer", {}, el("kbd", { textContent: "←" }), " ", el("kbd", { textContent: "→" }), " rollouts   ",
-  el("kbd", { textContent: "[" }), " ", el("kbd", { textContent: "]" }), " steps   ", el("kbd", { textContent: "c" }), " colour"), $("tip"));
+const hints = [["←", "→", " rollouts   "], ["[", "]", " steps   "], ["c", " colour"]].flatMap(([...keys]) => {
+  const words = keys.pop();
+  return [...keys.flatMap(key => [el("kbd", { textContent: key }), " "]), words];
+});
+document.body.insertBefore(el("footer", {}, ...hints), $("tip"));
 theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 fromHash();
 draw();
