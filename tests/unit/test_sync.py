@@ -249,3 +249,20 @@ def test_turned_tensors_come_out_as_they_went_in_and_lie_as_the_engine_stores_th
             assert torch.equal(tensor, weights[name])
             if name in turned_names(MODEL):
                 assert tensor.mT.is_contiguous() and name.rsplit(".", 1)[-1] in ("gate_up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("words", [1, 4096, 65536 + 4097])
+def test_the_kernel_sums_what_its_twin_sums(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter; tests/gpu has it on a GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from megatron_gptoss.sync import digest_kernel
+
+    data = torch.randint(-(2**31), 2**31, (words,), dtype=torch.int32, generator=torch.Generator().manual_seed(words))
+    into = torch.full((1,), 11, dtype=torch.int64)
+    kernel: Any = digest_kernel._kernel
+    interpreted = kernel if isinstance(kernel, InterpretedFunction) else InterpretedFunction(kernel.fn)
+    monkeypatch.setattr(digest_kernel, "_kernel", interpreted)
+    digest_kernel.add_weighted_sum(data, into)
+    assert into.item() == (verify.weighted_sum(data) + 11).item()
