@@ -9,7 +9,7 @@ me=$(hostname -s)
 export PYTHONUNBUFFERED=1
 [ -z "${GPTOSS_VENV:-}" ] || PATH=$GPTOSS_VENV/bin:$PATH
 # Slurm describes the step that Ray was started in, not the rank or engine that Ray starts later; Megatron reads such variables.
-job=$SLURM_JOB_ID cpus=${SLURM_CPUS_ON_NODE:-1}
+job=$SLURM_JOB_ID cpus=${SLURM_CPUS_ON_NODE:-1} num_nodes=${SLURM_JOB_NUM_NODES:-1}
 for name in ${!SLURM_@} ${!SLURMD_@} ${!SRUN_@} ${!SBATCH_@} ${!PMI_@} ${!PMIX_@}; do unset "$name"; done
 
 address() {  # of this node, as the others reach it. Not by `ip`, which an image may lack
@@ -32,6 +32,9 @@ preflight() {
   elif ! gptoss --version >/dev/null 2>&1; then fail "gptoss does not start here: $(gptoss --version 2>&1 | tail -n 1)"; fi
   [ -z "${GPTOSS_INTERFACE:-}" ] || [ -n "$(address 2>/dev/null)" ] ||
     fail "no address on the interface $GPTOSS_INTERFACE (GPTOSS_INTERFACE). There are: ${interfaces[*]##*/}"
+  # Debian's own /etc/hosts gives a host's name such an address.
+  [ "$num_nodes" = 1 ] || [[ $(address 2>/dev/null) != 127.* ]] ||
+    fail "its name stands for $(address), where no other node finds it. Set GPTOSS_INTERFACE. There are: ${interfaces[*]##*/}"
   skew=$(($(date +%s) - now))
   [ "${skew#-}" -le 60 ] || fail "its clock differs by $skew s from that of the first node"
   if [ "$port" != 0 ] && { answers 127.0.0.1 "$port" || answers "$GPTOSS_HEAD" "$port"; }; then

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -54,6 +52,9 @@ Args = Annotated[
 ]
 RESUME_HELP = "Go on with a run directory from its last checkpoint. Without files: with its own config."
 INIT_HELP = "Start from the weights of a run directory, a checkpoint or a Hugging Face folder."
+LINKS_HELP = "Also measure between these hosts. Call it on each of them at the same time."
+MEET_HELP = "Where they meet: a port of the first of them."
+READ_HELP = "Check nothing: sum up what this command said on several nodes with --json. Once for each file."
 Resume = Annotated[str, typer.Option("--resume", metavar="RUN", help=RESUME_HELP, show_default=False)]
 Init = Annotated[str, typer.Option("--init", metavar="PATH", help=INIT_HELP, show_default=False)]
 CONTINUE_HELP = "Go on with the run of this name and id if it has a checkpoint, else begin it. For jobs that are started again."
@@ -99,24 +100,30 @@ def check(
     parity: Annotated[bool, typer.Option("--parity", help="Also start trainer and engines, and compare their log-probs.")] = False,
     software: Annotated[bool, typer.Option("--software", help="Only what an image holds: packages, and a product on the CPU.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    links: Annotated[str, typer.Option("--links", metavar="HOST,HOST,...", help=LINKS_HELP, show_default=False)] = "",
+    meet: Annotated[str, typer.Option("--meet", metavar="ADDRESS:PORT", help=MEET_HELP, show_default=False)] = "",
+    me: Annotated[str, typer.Option("--as", metavar="HOST", help="Which of them this is.", show_default=False)] = "",
+    read: Annotated[list[Path] | None, typer.Option("--read", metavar="NODE.json", help=READ_HELP, show_default=False)] = None,
 ) -> None:
-    """Check this node: packages, disk, memory, clock, GPUs and their links, ports, the run directory, the prompts. PASS or FAIL each."""
-    from megatron_gptoss.config.machine import machine_checks, software_checks
+    """Check this node: software, memory, disk, clock, GPUs, attention backends, links, files. PASS or FAIL each, under two minutes."""
     from megatron_gptoss.config.preflight import detect_cluster
-    from megatron_gptoss.launch.node_checks import computing, node_checks
+    from megatron_gptoss.launch.check import bad_nodes, check_node, meeting, read_reports, show, show_many
 
+    if read:
+        reports = read_reports(read)
+        good = not bad_nodes(reports)
+        if as_json:
+            print(json.dumps({"ok": good, "bad_nodes": bad_nodes(reports), "nodes": [r.as_json() for r in reports]}, indent=1))
+        else:
+            show_many(reports)
+        raise typer.Exit(0 if good else 2)
     loaded = _load(args, resume, init)
-    made = make_plan(loaded, detect_cluster())
-    if software:
-        checks = [*software_checks(loaded, made), *computing("cpu")]
-    else:
-        checks = [*machine_checks(loaded, made), *node_checks(loaded, made)]
-    good = all(c.ok for c in checks)
+    report = check_node(loaded, make_plan(loaded, detect_cluster()), software=software, meeting=meeting(links, meet, me))
     if as_json:
-        print(json.dumps({"host": socket.gethostname(), "ok": good, "checks": [asdict(c) for c in checks]}, indent=1))
+        print(json.dumps(report.as_json(), indent=1))
     else:
-        Console().table(f"check of {socket.gethostname()}", [("PASS" if c.ok else "FAIL", f"{c.name}: {c.found}") for c in checks])
-    if not good:
+        show(report)
+    if report.failed:
         raise typer.Exit(2)
     if parity:
         if resume:
@@ -203,6 +210,11 @@ def main() -> None:
     except GptossError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megatron_gptoss"):
+            raise
+        print(f"MachineError: {error}. This environment lacks a package that pyproject.toml names.", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -114,7 +114,7 @@ def _last_line(text: str) -> str:
 
 def _partitions() -> str:
     try:
-        found = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        found = subprocess.run(["sinfo", "-h", "-o", "%R (%G)"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return f" Partitions here: {', '.join(sorted(set(found)))}."
+    return f" Partitions here: {', '.join(sorted({line.replace(' ((null))', '') for line in found.splitlines()}))}."

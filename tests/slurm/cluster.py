@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.helpers.runs import ROOT, metrics, wait_for
@@ -71,6 +73,22 @@ class Cluster:
         line = ["exec", "sbatch", "--parsable", *options, str(ROOT / "launch" / script), *arguments]
         return self.lab(*line, GPTOSS_HOME=str(ROOT), GPTOSS_SITE=str(site or self.folder / "site.env")).strip()
 
+    def stand_in(self, train: str) -> Path:
+        """An environment for GPTOSS_VENV whose Ray only answers its port, and whose `gptoss train` is these lines of bash: what the scripts
+        make of a driver, without the half minute that a real one takes to start. $run: the directory of the run."""
+        folder = Path(tempfile.mkdtemp(prefix="venv", dir=self.folder))
+        listen = "import socket, time; s = socket.socket(); s.bind(('', $port)); s.listen(); time.sleep(600)"
+        programs = {
+            "ray": f'for word; do case $word in --port=*) port=${{word#*=}} ;; esac; done\nexec {sys.executable} -c "{listen}"\n',
+            "gptoss": "for word; do case $word in --run.dir=*) run=${word#*=} ;; --run.id=*) run+=/demo-${word#*=} ;; esac; done\n"
+            f"[ $1 = train ] || exit 0\n{train}\n",
+        }
+        (folder / "bin").mkdir()
+        for name, text in programs.items():
+            (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}")
+            (folder / "bin" / name).chmod(0o755)
+        return folder
+
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job: JobState, ExitCode, Restarts, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.lab("exec", "scontrol", "show", "job", "-o", number)))
@@ -111,16 +129,32 @@ class Cluster:
         own = ("bash " + str(LAB), "slurmd ", "ps -e")
         return [line for line in lines if not line.startswith(own) and "<defunct>" not in line]
 
-    def await_quiet(self, job: str, timeout: float = 60, expected: tuple[str, ...] = ()) -> None:
-        """squeue is empty, and no node has a process that is not its own or `expected`, nor the job's Ray folder."""
+    def await_quiet(self, job: str, nodes: Sequence[str], timeout: float = 60, expected: tuple[str, ...] = ()) -> None:
+        """The job is out of the queue, and its nodes have no process that is not their own or `expected`, nor its Ray folder."""
+        wait_for(
+            lambda: job not in self.lab("exec", "squeue", "-h", "-o", "%i").split(), f"the end of job {job}", timeout=timeout, poll=1.0
+        )
+        for node in nodes:
+            self.await_quiet_node(node, timeout, expected)
+            assert not (self.local(node) / f"gptoss-{job}").exists()
 
-        def quiet() -> bool:
-            left[:] = [f"{node}: {line}" for node in self.names for line in self.processes(node) if line not in expected]
-            return not left and not self.lab("exec", "squeue", "-h")
+    def await_quiet_node(self, node: str, timeout: float, expected: tuple[str, ...] = ()) -> None:
+        deadline = time.monotonic() + timeout
+        while left := [line for line in self.processes(node) if line not in expected]:
+            assert time.monotonic() < deadline, f"after {timeout:.0f} s there is on {node}: {left}"
+            time.sleep(1.0)
 
-        left: list[str] = []
-        wait_for(quiet, f"quiet; left are {left}", timeout=timeout, poll=1.0)
-        assert not [node for node in self.names if (self.folder / "lab" / "local" / node / "ray" / f"gptoss-{job}").exists()]
+    def time_limit(self, job: str, minutes: int) -> None:
+        self.lab("exec", "scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def minutes(self, job: str) -> int:
+        """How long this start of the job has run, whole minutes."""
+        *days, hours, minutes, _ = re.split("[-:]", self.job(job)["RunTime"])
+        return int(days[0] if days else 0) * 1440 + int(hours) * 60 + int(minutes)
+
+    def local(self, node: str) -> Path:
+        """The folder that is /tmp/ray on that node and there only."""
+        return self.folder / "lab" / "local" / node / "ray"
 
     def metrics(self, number: str) -> dict[int, dict]:
         return metrics(self.run(number))

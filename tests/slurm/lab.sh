@@ -99,7 +99,7 @@ start_ns() {
     bash "$SELF" _init "$name" </dev/null >"$LAB/log/$name.init" 2>&1 &
   local up=$!
   for ((i = 0; i < 100; i++)); do        # unshare's only child is the ns's PID 1
-    p=$(cat "/proc/$up/task/$up/children" 2>/dev/null | tr -d ' ') || true
+    p=$(tr -d ' ' <"/proc/$up/task/$up/children" 2>/dev/null) || true
     [ -n "$p" ] && break
     sleep 0.05
   done
