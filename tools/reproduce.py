@@ -56,7 +56,7 @@ PANELS = (
     Panel("Trainer against engine, log-perplexity", "mismatch/log_ppl_abs_diff", "mean absolute gap", logarithmic=True),
 )
 # Of every run. The KL term is far too small to matter; with it the distance to the warm start is measured.
-COMMON = ("--run.save_every=0", "--run.save_at_end=false", "--run.eval_every=0", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
+COMMON = ("--run.save_every=0", "--run.save_at_end=false", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
 NOISE = "--diagnose.routing_noise=0.1"
 ANOTHER_MODEL = "--parity.enabled=false"  # the trainer is wrong on purpose, and the self-test would say so
 
@@ -181,7 +181,8 @@ class Plan:
 
     def layer(self, name: str) -> list[str]:
         setting = SETTINGS[name]
-        return [*COMMON, *self.flags, *(dense_flags(self.configs, self.flags) if setting.warm == "dense" else ()), *setting.flags]
+        short = () if setting.own_steps else ("--run.eval_every=0",)  # held-out success of the long run is a curve, of the others its ends
+        return [*COMMON, *short, *self.flags, *(dense_flags(self.configs, self.flags) if setting.warm == "dense" else ()), *setting.flags]
 
     def made_from(self, name: str) -> list[str]:
         return [*(Path(c).name for c in self.configs), *self.layer(name)]
