@@ -420,8 +420,8 @@ def test_who_gives_up_waiting_leaves_no_place_taken(tmp_path: Path) -> None:
         await asyncio.gather(*tasks[2:])
         assert pool.slots[0].turns == 0 and not pool.waiting
 
-        taken = await pool._place(5, "x")
-        place = asyncio.create_task(pool._place(6, "y"))
+        taken = await pool._place((0, 50), "x")
+        place = asyncio.create_task(pool._place((0, 51), "y"))
         await settle()
         pool._free(*taken)
         place.cancel()  # it has a place by now, and has not heard of it yet
