@@ -162,17 +162,23 @@ def load_of(options: argparse.Namespace, config: Config) -> Load:
     return Load(tokens // length, length, options.microbatches or config.parallel.pipeline)
 
 
-def bench(options: argparse.Namespace, config: Config) -> int:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def rank_here(config: Config) -> int:
+    """This process's rank. ConfigError when another number of processes was started than there are ranks. On a CPU it also puts into the
+    environment what must be there before Megatron is imported."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != world_size(config):
         p = config.parallel
         raise ConfigError(
             f"{world} processes were started, but parallel.tensor {p.tensor} x context {p.context} x pipeline {p.pipeline} x data {p.data} "
             f"= {world_size(config)}. Start as many with torchrun --nproc-per-node, or set --parallel.data."
         )
-    on_gpu = config.cluster.device == "cuda"
-    if not on_gpu:
+    if config.cluster.device == "cpu":
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return int(os.environ.get("RANK", "0"))
+
+
+def bench(options: argparse.Namespace, config: Config) -> int:
+    rank, on_gpu = rank_here(config), config.cluster.device == "cuda"
     from megatron_gptoss.parallel.groups import destroy_groups
 
     shape = join(config, rank, on_gpu)
