@@ -4,8 +4,10 @@ node1-3: the undisturbed run, then the disturbed one. node4, 5: the job that is 
 node8: runs that get nowhere.
 """
 
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,15 @@ def undisturbed(cluster: Cluster) -> str:
     return cluster.sbatch("train.sbatch", *LINE, f"--run.steps={STEPS}", options=(*TWO, "--nodelist=node1,node2"))
 
 
+def check_three(cluster: Cluster) -> str:
+    """launch/check.sbatch on node6, 7 and 8; on node7 the environment is not what it is elsewhere."""
+    for node in ("node6", "node7", "node8"):
+        environment = Path(sys.executable).parent.parent if node != "node7" else cluster.stand_in("exit 0")
+        cluster.local(node).joinpath("venv").symlink_to(environment)
+    nodes = ("--nodes=3", "--nodelist=node6,node7,node8")
+    return cluster.sbatch("check.sbatch", *CONFIGS, "--json", options=nodes, site=cluster.site(GPTOSS_VENV="/tmp/ray/venv"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unattended(cluster: Cluster, undisturbed: str) -> dict[str, str]:
     """Numbers of the jobs by name. All but "gpus" are over without a real Ray."""
@@ -66,5 +77,6 @@ def unattended(cluster: Cluster, undisturbed: str) -> dict[str, str]:
     crashes = cluster.site(GPTOSS_VENV=cluster.stand_in(SAVES_AND_CRASHES), GPTOSS_MAX_CRASHES=2)
     jobs["crashes"] = cluster.sbatch("train.sbatch", *LINE, options=alone, site=crashes)
     deaf = cluster.site(GPTOSS_VENV=cluster.stand_in("trap '' USR1; sleep 300"), GPTOSS_MAX_CRASHES=2, GPTOSS_SAVE_S=2)
+    jobs["check"] = check_three(cluster)
     jobs["short"] = cluster.sbatch("train.sbatch", *LINE, options=(*alone, "--time=1", "--signal=B:USR1@60"), site=deaf)
     return jobs

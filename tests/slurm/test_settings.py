@@ -3,6 +3,7 @@
 Most jobs here have a stand-in for Ray and for the driver: what is tested is what the scripts make of them. conftest.py submits them.
 """
 
+import json
 import sys
 
 import pytest
@@ -30,6 +31,18 @@ def test_a_wrong_setting_is_one_clear_message_and_no_second_start(cluster, unatt
         assert "FAIL node6" not in said, f"a node that has it is not blamed: {said}"
     if name == "port":
         assert "FAIL node7" not in said, said
+
+
+def test_nodes_are_checked_together_and_one_that_is_unfit_is_named(cluster, unattended):
+    """node7 has no numpy, torch or anything else: another Python. The links are those between the nodes that are left."""
+    job = unattended["check"]
+    end, said = cluster.await_end(job, 600), cluster.output(job)
+    assert (end["JobState"], end["ExitCode"]) == ("FAILED", "2:0"), said
+    found, _ = json.JSONDecoder().raw_decode(said[said.index("{") :])  # srun says after it that the step has failed
+    assert found["bad_nodes"] == ["node7"], said
+    ways = [(link["from"], link["to"]) for link in found["nodes"][0]["links"]["between"]]
+    assert sorted(ways) == [("node6", "node8"), ("node8", "node6")], said
+    assert "did not end" in found["nodes"][1]["checks"][0]["found"]
 
 
 def test_an_unknown_partition_is_one_message_with_those_there_are(cluster):
