@@ -369,6 +369,24 @@ def test_a_conversation_whose_engine_is_full_goes_where_there_is_room(tmp_path: 
     run(story())
 
 
+def test_what_was_begun_earlier_is_served_first_whenever_it_comes(tmp_path: Path) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, num_engines=1, max_in_flight=1)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        (engine,) = workshop.made
+        engine.answer.clear()
+        orders = [5, 3, 0, 3, 1, 5, 0]
+        waiting = [asyncio.create_task(pool.generate(replace(turn(n), order=order))) for n, order in enumerate(orders)]
+        await settle()
+        engine.answer.set()
+        await asyncio.gather(*waiting)
+        rest = sorted(range(1, len(orders)), key=lambda n: (orders[n], n))
+        assert engine.requests == [f"t{n}" for n in (0, *rest)], "the first was on its way when the others came"
+
+    run(story())
+
+
 def test_an_engine_that_comes_back_takes_its_share_of_those_who_wait(tmp_path: Path) -> None:
     async def story() -> None:
         workshop = Workshop(tmp_path)
