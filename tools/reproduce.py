@@ -197,10 +197,10 @@ def config_of(configs: Sequence[str], flags: Sequence[str]) -> Config:
 
 
 def dense_flags(configs: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """One expert that every token visits, as wide as all experts together: as many parameters, and nothing to route."""
+    """Two experts that every token visits, together as wide as all: as many parameters, and nothing to choose. Megatron refuses one."""
     model = config_of(configs, flags).model
-    wide = model.num_local_experts * model.intermediate_size
-    return ["--model.num_local_experts=1", "--model.num_experts_per_tok=1", f"--model.intermediate_size={wide}"]
+    half = model.num_local_experts * model.intermediate_size // 2
+    return ["--model.num_local_experts=2", "--model.num_experts_per_tok=2", f"--model.intermediate_size={half}"]
 
 
 def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int:
