@@ -11,12 +11,14 @@ from typing import Any
 
 from megatron_gptoss.config.layout import world_size
 from megatron_gptoss.config.load import Loaded, to_toml
+from megatron_gptoss.config.memory import engine_memory
 from megatron_gptoss.config.rank_memory import GIB, RankMemory, trainer_memory, worst_rank
 from megatron_gptoss.config.rules import broken_rules, divisors, not_built_yet
 from megatron_gptoss.config.schema import Config
 
 NUM_CURES = 3
 MOST_CHANGES = 3  # keys of one cure that is searched for; beyond that, one is found step by step
+ENGINE_ROOM = 1.2  # of a GPU, in an engine's weights, is the least that is worth trying
 MORE_GPUS = ("parallel.data", "parallel.context", "parallel.pipeline")
 
 
@@ -28,7 +30,9 @@ def does_not_fit(loaded: Loaded) -> str:
     rank, host = worst_rank(config), host_bytes_per_node(config)
     if rank.total > config.cluster.gpu_memory_gib * GIB:
         where = f"a trainer rank of stage {rank.stage}" if config.parallel.pipeline > 1 else "a trainer rank"
-        problem = f"{where} needs {_gib(rank.total)} and {loaded.show('cluster.gpu_memory_gib')}. Largest parts: {_largest(rank)}."
+        rests = f", while it rests beside an engine with its {loaded.show('rollout.gpu_memory_fraction')},"
+        beside = rests if rank.worst_phase == "engine" else ""
+        problem = f"{where}{beside} needs {_gib(rank.total)} and {loaded.show('cluster.gpu_memory_gib')}. Largest parts: {_largest(rank)}."
     elif host > config.cluster.host_memory_gib * GIB:
         taken = f"{loaded.show('trainer.optimizer_offload')} takes {_gib(host)} of a node's memory"
         problem = f"{taken} and {loaded.show('cluster.host_memory_gib')}."
@@ -146,6 +150,10 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
     for share in (0.25, 0.5, 0.75, 1.0):
         if share > trainer.optimizer_offload:
             yield "trainer.optimizer_offload", share
+    least = ENGINE_ROOM * engine_memory(config)[0].num_bytes / (config.cluster.gpu_memory_gib * GIB)
+    for share in (0.6, 0.5, 0.4, 0.3) if config.cluster.share_gpus else ():
+        if least < share < config.rollout.gpu_memory_fraction:
+            yield "rollout.gpu_memory_fraction", share
     for times in (2, 4, 8, 16):
         yield "parallel.data", parallel.data * times
     for key in ("parallel.context", "parallel.pipeline"):
@@ -159,7 +167,7 @@ def _ignored(loaded: Loaded) -> list[str]:
 
 
 def _largest(rank: RankMemory) -> str:
-    parts = sorted((*rank.at_the_peak(), *rank.overhead), key=lambda part: -part.num_bytes)[:3]
+    parts = sorted((*rank.at_the_peak(), *rank.beside_them()), key=lambda part: -part.num_bytes)[:3]
     return ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in parts)
 
 

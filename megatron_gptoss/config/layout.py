@@ -5,7 +5,7 @@ In: `Config`. Out: numbers. Values that do not divide are rules.py's to refuse; 
 
 from __future__ import annotations
 
-from megatron_gptoss.config.schema import Config, ModelConfig
+from megatron_gptoss.config.schema import Config, ModelConfig, WeightSync
 
 # The embedding is a look-up, but its rows, gradients and optimizer state weigh as much as the layers they displace, and the first stage
 # of a pipeline keeps the most microbatches. One layer's worth lies between its time (none) and its memory (0.7 of a layer of the 20B).
@@ -52,3 +52,12 @@ def stages(config: Config) -> tuple[int, ...]:
     if given:
         return tuple(int(n) for n in given.split(","))
     return balanced_stages(config.model, config.parallel.pipeline)
+
+
+def weight_sync(config: Config) -> WeightSync:
+    """What "auto" comes to."""
+    if config.rollout.weight_sync != "auto":
+        return config.rollout.weight_sync
+    if config.cluster.device == "cpu":
+        return "inline"
+    return "shared" if config.cluster.share_gpus else "broadcast"

@@ -65,6 +65,15 @@ def checkpoint_bytes(config: Config) -> int:
     return parameters * (BYTES[config.trainer.dtype] + 4 + 8)
 
 
+def bucket_bytes(config: Config) -> int:
+    """The largest bucket of weights that travels: rollout.weight_bucket_mib, or the largest tensor where that is more."""
+    model = config.model
+    matrix = model.num_local_experts * 2 * model.intermediate_size * model.hidden_size  # of a layer's first expert products
+    largest = max(matrix, model.vocab_size * model.hidden_size) * BYTES[config.rollout.dtype]
+    whole = count_parameters(model).total * BYTES[config.rollout.dtype]
+    return min(max(int(config.rollout.weight_bucket_mib * 2**20), largest), whole)
+
+
 def value_head_parameters(model: ModelConfig) -> int:
     return model.hidden_size + 1
 

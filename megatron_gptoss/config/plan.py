@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megatron_gptoss.config.layout import stages, world_size
+from megatron_gptoss.config.layout import stages, weight_sync, world_size
 from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import Parameters, count_parameters
 from megatron_gptoss.config.placement import Placement, place
@@ -146,15 +146,6 @@ def make_plan(loaded: Loaded, cluster: Cluster, now: datetime | None = None) -> 
         shortfall=_shortfall(config, cluster),
         not_built=tuple(not_built_yet(loaded)),
     )
-
-
-def weight_sync(config: Config) -> WeightSync:
-    """What "auto" comes to."""
-    if config.rollout.weight_sync != "auto":
-        return config.rollout.weight_sync
-    if config.cluster.device == "cpu":
-        return "inline"
-    return "shared" if config.cluster.share_gpus else "broadcast"
 
 
 def run_directory(config: Config, now: datetime) -> Path:

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron_gptoss.config.layout import stages
-from megatron_gptoss.config.memory import BYTES, OPTIMIZER_CHUNK, MemoryPart, value_head_parameters
+from megatron_gptoss.config.layout import stages, weight_sync
+from megatron_gptoss.config.memory import BYTES, OPTIMIZER_CHUNK, MemoryPart, bucket_bytes, value_head_parameters
 from megatron_gptoss.config.schema import Config
 
 GIB = 2**30
@@ -27,6 +27,8 @@ GIB = 2**30
 CUDA_BYTES = int(2.5 * GIB)
 NCCL_BYTES_PER_GROUP = int(0.5 * GIB)
 GAPS, GAPS_NAME = 0.2, "gaps between blocks"
+# An engine that sleeps on a trainer's GPU has given back weights and cache, not its CUDA context, compiled kernels and captured graphs.
+ASLEEP_BYTES = int(4 * GIB)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class RankMemory:
 
     stage: int
     parts: tuple[MemoryPart, ...]  # what PyTorch allocates, by phase
-    overhead: tuple[MemoryPart, ...]  # what else lies on the GPU
+    # What else lies on the GPU. Where an engine shares it: "asleep" what is there while the rank works, "awake" while the engine does.
+    overhead: tuple[MemoryPart, ...]
     host_bytes: int  # in the node's memory
 
     def sum(self, *phases: str) -> int:
@@ -43,6 +46,11 @@ class RankMemory:
 
     @property
     def worst_phase(self) -> str:
+        """Also "engine": the rank rests beside an engine that works."""
+        return "engine" if self._while_it_rests > self._while_it_works else self._worst_of_tensors
+
+    @property
+    def _worst_of_tensors(self) -> str:
         return max({part.phase for part in self.parts} - {"always", "pass"}, key=lambda phase: (self._beside(phase), phase))
 
     def _beside(self, phase: str) -> int:
@@ -52,7 +60,7 @@ class RankMemory:
     @property
     def allocated(self) -> int:
         """The largest sum of tensors at any moment: what torch.cuda.max_memory_allocated() will say."""
-        return self.sum("always") + self._beside(self.worst_phase)
+        return self.sum("always") + self._beside(self._worst_of_tensors)
 
     @property
     def reserved(self) -> int:
@@ -62,13 +70,29 @@ class RankMemory:
     @property
     def total(self) -> int:
         """What the GPU must have."""
-        return self.allocated + sum(part.num_bytes for part in self.overhead)
+        return max(self._while_it_works, self._while_it_rests)
+
+    @property
+    def _while_it_works(self) -> int:
+        return self.allocated + sum(part.num_bytes for part in self.overhead if part.phase != "awake")
+
+    @property
+    def _while_it_rests(self) -> int:
+        """Beside an engine's share; 0 where engines have GPUs of their own. What was last used to publish lies there still."""
+        if not any(part.phase == "awake" for part in self.overhead):
+            return 0
+        return self.sum("always", "publish") + sum(part.num_bytes for part in self.overhead if part.phase != "asleep")
 
     def at_the_peak(self) -> list[MemoryPart]:
-        """The parts that are there at the worst moment, in their order."""
+        """The tensors that are there at the worst moment, in their order."""
         worst = self.worst_phase
-        phases = ("always", worst, "pass") if worst in ("layer", "head") else ("always", worst)
-        return [part for part in self.parts if part.phase in phases and part.num_bytes]
+        phases = {"layer": ("always", "layer", "pass"), "head": ("always", "head", "pass"), "engine": ("always", "publish")}
+        return [part for part in self.parts if part.phase in phases.get(worst, ("always", worst)) and part.num_bytes]
+
+    def beside_them(self) -> list[MemoryPart]:
+        """What else is there at the worst moment."""
+        absent = "asleep" if self.worst_phase == "engine" else "awake"
+        return [part for part in self.overhead if part.phase != absent]
 
 
 def trainer_memory(config: Config) -> list[RankMemory]:
@@ -158,9 +182,11 @@ def _weights(config: Config, held: Held, critic: Held | None) -> Iterable[Memory
     # Megatron allocates the model, then the buffers its weights move into; the optimizer comes after that. The critic is built last.
     weights, _, optimizer = (part.num_bytes for part in trained[-1])
     yield MemoryPart("weights twice, before the optimizer is", max(weights - optimizer, 0), "build")
-    if config.parallel.expert > 1:
-        gathered = config.model.num_local_experts * 2 * config.model.intermediate_size * config.model.hidden_size * b
-        yield MemoryPart("a layer's experts, gathered and turned to be published", 2 * gathered, "publish")
+    layer = config.model.num_local_experts * 2 * config.model.intermediate_size * config.model.hidden_size * b
+    copies = 2 if config.parallel.expert > 1 else 1  # gathered, and in the engines' order
+    yield MemoryPart("a layer's experts, on their way to be published", copies * layer, "publish")
+    if weight_sync(config) != "inline":
+        yield MemoryPart("two buckets of weights to be sent", 2 * bucket_bytes(config))
 
 
 def planned_optimizer(config: Config) -> bool:
@@ -333,6 +359,7 @@ def _overhead(config: Config, memory: RankMemory) -> Iterable[MemoryPart]:
     yield MemoryPart("CUDA and its libraries", CUDA_BYTES)
     if groups:
         yield MemoryPart(f"NCCL, {groups} groups", groups * NCCL_BYTES_PER_GROUP)
-    yield MemoryPart(GAPS_NAME, round(GAPS * (memory.allocated - memory.sum("always"))))
+    yield MemoryPart(GAPS_NAME, round(GAPS * (memory.allocated - memory.sum("always"))), "asleep")
     if config.cluster.share_gpus:
-        yield MemoryPart("the engine's share", round(config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib * GIB))
+        yield MemoryPart("the engine, asleep", ASLEEP_BYTES, "asleep")
+        yield MemoryPart("the engine's share", round(config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib * GIB), "awake")

@@ -83,7 +83,7 @@ def memory_rows(loaded: Loaded) -> list[tuple[str, str]]:
     ranks = trainer_memory(config)
     worst = max(ranks, key=lambda rank: rank.total)
     of = f" of {config.cluster.gpu_memory_gib:g}" if config.cluster.device == "cuda" else ""
-    parts = ", ".join(f"{part.name} {_size(part.num_bytes)}" for part in (*worst.at_the_peak(), *worst.overhead))
+    parts = ", ".join(f"{part.name} {_size(part.num_bytes)}" for part in (*worst.at_the_peak(), *worst.beside_them()))
     name = "memory of a rank" if len(ranks) == 1 else f"memory, stage {worst.stage}"
     rows = [(name, f"{_size(worst.total)}{of}, {WORST[worst.worst_phase]}: {parts}")]
     if len(ranks) > 1:
@@ -101,6 +101,7 @@ WORST = {
     "reference": "worst while the reference is scored",
     "build": "worst while the model is built",
     "publish": "worst while weights are published",
+    "engine": "worst beside an engine that works",
 }
 
 

@@ -12,7 +12,7 @@ from megatron_gptoss.config.fit import changed_config, cures, does_not_fit, fits
 from megatron_gptoss.config.load import Loaded, load, parse_flags
 from megatron_gptoss.config.memory import count_parameters, engine_memory
 from megatron_gptoss.config.preflight import check_engine_memory, check_memory
-from megatron_gptoss.config.rank_memory import GIB, held_parameters, trainer_memory, worst_rank
+from megatron_gptoss.config.rank_memory import ASLEEP_BYTES, GIB, held_parameters, trainer_memory, worst_rank
 from megatron_gptoss.config.rules import broken_rules
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.errors import ConfigError
@@ -173,10 +173,29 @@ def test_two_gpus_are_told_a_plan_for_the_20b_that_a_run_carries_out():
     assert not fits(changed_config(plan.config, {"trainer.optimizer_states": "bfloat16", "trainer.recompute": "full"}))  # not alone
 
 
-def test_an_engine_that_shares_the_gpu_takes_its_share():
-    config = loaded("20b", "--cluster.share_gpus=true", "--rollout.gpu_memory_fraction=0.5").config
-    assert parts(config)["the engine's share"] == round(0.5 * 139.8 * GIB)
-    assert engine_memory(config)[0].num_bytes == 2 * 20_914_757_184
+def test_an_engine_on_the_rank_s_gpu_has_its_share_when_the_rank_rests_and_little_when_it_works():
+    arguments = ("20b", "--parallel.data=8", "--parallel.expert=8", "--trainer.recompute=none", "--cluster.share_gpus=true")
+    alone = worst_rank(loaded(*arguments[:4]).config)
+    config = loaded(*arguments, "--rollout.gpu_memory_fraction=0.4").config
+    memory, share = worst_rank(config), round(0.4 * 139.8 * GIB)
+    assert parts(config)["the engine's share"] == share and engine_memory(config)[0].num_bytes == 2 * 20_914_757_184
+    assert memory.worst_phase != "engine" and memory.total == alone.total + ASLEEP_BYTES  # they are not there at once
+    assert memory.total >= memory.sum("always", "publish") + share
+    greedy = loaded(*arguments, "--rollout.gpu_memory_fraction=0.8")
+    memory = worst_rank(greedy.config)
+    assert memory.worst_phase == "engine" and memory.allocated == alone.allocated
+    assert memory.total == sum(part.num_bytes for part in (*memory.at_the_peak(), *memory.beside_them())) > 139.8 * GIB
+    message = does_not_fit(greedy)
+    assert "while it rests beside an engine with its rollout.gpu_memory_fraction = 0.8 (flag" in message
+    assert "Would fit: rollout.gpu_memory_fraction = 0." in message
+    assert does_not_fit(loaded(*arguments, "--rollout.gpu_memory_fraction=0.4")) == ""
+
+
+def test_buckets_that_are_sent_are_counted_where_there_are_any():
+    config = loaded("20b").config
+    assert parts(config)["two buckets of weights to be sent"] == 2 * 201_088 * 2880 * 2  # the embedding is more than a GiB
+    assert parts(changed_config(config, {"rollout.weight_bucket_mib": 2048.0}))["two buckets of weights to be sent"] == 2 * 2 * GIB
+    assert "two buckets of weights to be sent" not in parts(changed_config(config, {"rollout.weight_sync": "inline"}))
 
 
 @pytest.mark.parametrize("name", ["20b", "120b", "tiny"])
