@@ -105,7 +105,7 @@ class Report:
 
     def rows(self) -> list[tuple[str, str]]:
         """For a table. Behaviour comes as shares of all rollouts."""
-        rows = [("mean reward", self.mean_reward.words())]
+        rows = [("a success is", self.success), ("mean reward", self.mean_reward.words())]
         rows += [(f"pass@{k}", self._pass_words(each)) for k, each in self.pass_at.items()]
         others = self.evaluation.metrics()
         for name in ("eval/success", "eval/prompts"):
@@ -180,7 +180,8 @@ def run_evaluation(loaded: Loaded, plan: RunPlan) -> None:
         session.metrics.write(0, found.metrics())
         file = session.dir.path / "eval.json"
         write_result(file, found, c)
-        session.console.table(f"{words}; success: {found.success}; ± one standard error over prompts", found.rows())
+        session.console.table("held-out success", [("sampled", words), *found.rows()])
+        session.console.say("± is one standard error, with prompts as the units (docs/rollouts.md)")
         if c.eval.success_label and not any(c for _, c in found.successes):
             labels = sorted({label for r in found.evaluation.rollouts for label in r.labels})
             session.console.say(f"no rollout has the label {c.eval.success_label}; there are {', '.join(labels) or 'no labels at all'}")

@@ -25,7 +25,7 @@ from megatron_gptoss.obs.shades import HUES, VERSIONS, limits
 from megatron_gptoss.obs.shelf import Archive
 from megatron_gptoss.obs.transcript import Transcript
 
-TOKENS = 1_000_000  # a page of so many tokens is about 8 MB and opens at once
+TOKENS = 1_000_000  # about 15 MB
 
 
 @dataclass
