@@ -65,7 +65,6 @@ class EngineSettings:
     visible_gpus: tuple[str, ...] = ()  # CUDA's names of its GPUs, "GPU-<uuid>", and Ray is asked for none; (): Ray gives it some
     sleeps: bool = False  # it gives its GPU's memory back between rollouts; GPU only
 
-
     def __post_init__(self) -> None:
         if self.num_gpus not in (0, self.tensor_parallel) or len(self.visible_gpus) not in (0, self.num_gpus):
             raise ValueError(
