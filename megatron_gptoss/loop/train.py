@@ -81,8 +81,7 @@ def steps(session: Session) -> Iterator[int]:
         session.stop_if_asked()
         session.clock.take()
         session.step_began = time.perf_counter()
-        with SPANS(f"{STEP}{step}"):
-            yield step
+        yield step
 
 
 def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
@@ -211,6 +210,7 @@ def record(
     if stats is not None and stats.scores:
         write_scores(session.dir.rollouts / f"step-{step}.scores.jsonl", step, stats.scores)
     session.console.step(step, session.config.run.steps, values)
+    SPANS.note(f"{STEP}{step}", time.perf_counter() - session.step_began)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], kept: Kept) -> dict[str, float]:

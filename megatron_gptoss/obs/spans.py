@@ -97,9 +97,9 @@ def read_spans(folder: Path) -> list[Span]:
 
 
 def of_last_steps(spans: Sequence[Span], count: int) -> list[Span]:
-    """What began within the last `count` steps, those steps included. [] where there is no step."""
+    """What began within the last `count` steps, they included; what began between two, an evaluation or a save, is left out."""
     steps = [span for span in spans if span.name.startswith(STEP)][-count:]
-    return [span for span in spans if steps and steps[0].start_us <= span.start_us <= steps[-1].end_us]
+    return [span for span in spans if any(step.start_us <= span.start_us < step.end_us for step in steps)]
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
