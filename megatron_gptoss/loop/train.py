@@ -39,7 +39,6 @@ NO_VALUES = AdvantageRule("group-mean")  # makes samples when advantages do not 
 
 def run_training(loaded: Loaded, plan: RunPlan) -> None:
     with open_session(loaded, plan, "train") as session:
-        session.start_trace()
         start(session)
         for step in steps(session):
             groups = take_rollouts(session, step)
@@ -56,6 +55,7 @@ def start(session: Session) -> None:
     """Everything up, the engines on the trainer's weights, both seen to agree, and the starting point measured."""
     c, plan = session.config, session.plan
     began = time.perf_counter()
+    session.start_trace()
     session.console.table(f"gptoss train: {session.dir.path}", [*plan_rows(session.loaded, plan), ("logs", str(session.dir.logs))])
     session.start_ray(num_actors=plan.world_size + plan.num_engines)
     session.make_trainer(c.rl, total_updates=plan.total_updates)
