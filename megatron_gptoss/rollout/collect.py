@@ -20,6 +20,7 @@ from megatron_gptoss.data.harmony import generation_prefix, parse_turn, render, 
 from megatron_gptoss.data.prompts import require_room
 from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import EngineFailed, GptossError, RunFailed
+from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rollout.routes import add_turn
 from megatron_gptoss.rollout.versions import runs_of
 from megatron_gptoss.tasks.base import Conversation, Task, Verdict
@@ -201,7 +202,8 @@ class _Walk:
                 order=common.order,
                 interruptible=common.interruptible,
             )
-            result = await common.pool.generate(request)
+            with SPANS("turn as it is waited for", beside=True):
+                result = await common.pool.generate(request)
             self._keep(request, result)
             if result.stop_reason != "interrupted":
                 return tuple(self.token_ids[start:]), result.stop_reason
