@@ -412,7 +412,7 @@ def chosen(only: str) -> list[str]:
 def main(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="CONFIG.toml | --SECTION.KEY=VALUE", show_default=False)] = None,
     only: Annotated[str, typer.Option(help="Questions (a to i) or settings, with commas; empty: b to h.")] = "",
-    steps: Annotated[int, typer.Option(help="Of each run but the long one.")] = 60,
+    steps: Annotated[int, typer.Option(help="Of each run but the long one.")] = 40,
     seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
     jobs: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs that jobs are dealt out over; 0: leave that to CUDA_VISIBLE_DEVICES.")] = 0,
