@@ -11,8 +11,8 @@ On the host, once all parts lie in one folder:
 
 In: requirements, a Python version. Out: an archive in parts that small uploads carry. Wheels for Linux on x86-64 are downloaded with all
 that they ask for, and laid out over one another in one folder, which is what an installer does; scripts go to bin/. What has no wheel
-cannot be packed: Transformer Engine's torch extension is built on the host (docs/cluster.md). Run it with the host's version of Python, since it is
-this one that says what packages ask for.
+cannot be packed: Transformer Engine's torch extension is built on the host (docs/cluster.md). Run it with the host's version of Python: that is
+the one whose wheels are packed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_WHEEL = ("transformer-engine",)
 GLIBC = (39, 38, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), "manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64", "any")
-SCRIPT = """#!/usr/bin/env python3
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHON = f"#!/usr/bin/env python{VERSION}"
+SCRIPT = """{python}
 import sys
 from {module} import {first}
 sys.exit({call}())
@@ -87,9 +89,8 @@ def names_in(lines: Iterable[str]) -> set[str]:
 
 def download(requirements: Sequence[str], into: Path) -> None:
     """Wheels for this version of CPython, and for those of all that they ask for."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "-d", str(into), "--implementation", "cp"]
-    command += ["--python-version", version, "--abi", f"cp{version.replace('.', '')}", "--abi", "abi3", "--abi", "none"]
+    command += ["--python-version", VERSION, "--abi", f"cp{VERSION.replace('.', '')}", "--abi", "abi3", "--abi", "none"]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
     subprocess.run([*command, *requirements], check=True)
 
@@ -134,7 +135,7 @@ def lay_out(wheel: Path, site: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             data = archive.read(entry)
             if name.startswith("bin/") and data.startswith(b"#!python"):
-                data = b"#!/usr/bin/env python3" + data[data.index(b"\n") :]
+                data = PYTHON.encode() + data[data.index(b"\n") :]
             target.write_bytes(data)
             target.chmod(0o755 if name.startswith("bin/") or (entry.external_attr >> 16) & 0o100 else 0o644)
             if name.endswith(".dist-info/entry_points.txt"):
@@ -148,7 +149,7 @@ def write_scripts(text: str, folder: Path) -> None:
     for name, target in entries["console_scripts"].items() if entries.has_section("console_scripts") else ():
         module, _, call = target.split("[")[0].strip().partition(":")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(SCRIPT.format(module=module, first=call.split(".")[0], call=call))
+        (folder / name).write_text(SCRIPT.format(python=PYTHON, module=module, first=call.split(".")[0], call=call))
         (folder / name).chmod(0o755)
 
 
