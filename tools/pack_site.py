@@ -11,8 +11,8 @@ On the host, once all parts lie in one folder:
 
 In: requirements, a Python version. Out: an archive in parts that small uploads carry. Wheels for Linux on x86-64 are downloaded with all
 that they ask for, and laid out over one another in one folder, which is what an installer does; scripts go to bin/. What has no wheel
-cannot be packed: Transformer Engine's torch extension is built on the host (docs/cluster.md). Run it with the host's version of Python: that is
-the one whose wheels are packed.
+cannot be packed: Transformer Engine's torch extension is built on the host (docs/cluster.md). Run it with the host's version of Python:
+that is the one whose wheels are packed.
 """
 
 from __future__ import annotations
