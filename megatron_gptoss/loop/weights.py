@@ -20,6 +20,7 @@ from megatron_gptoss.config.placement import Place
 from megatron_gptoss.errors import MachineError, TrainerFailed
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
 from megatron_gptoss.rollout.pool import Given
+from megatron_gptoss.sync.shared import slot_of
 from megatron_gptoss.sync.transfer import Kind, Receipt, Sent, SharedBuffers, Superseded, Transfer
 from megatron_gptoss.types import PolicyVersion
 
@@ -153,8 +154,7 @@ class WeightLink:
         """Handles that no other engine has, and a slot on each board; those of engines that are gone are not used again."""
         lent = await asyncio.to_thread(self.world.lend_buffers, self.dtype, self.bucket_bytes)
         ranks = ranks_beside(engine, self.world.places)
-        used = len(self.borrowers)
-        slots = tuple(used * 8 + worker for worker in range(engine.num_workers))
+        slots = tuple(slot_of(len(self.borrowers), worker) for worker in range(engine.num_workers))
         self.borrowers[engine.name] = Borrower(ranks, slots, tuple(lent[rank] for rank in ranks))
 
     def _next_transfer(self, version: PolicyVersion, engines: Sequence[Receiving], timeout_s: float) -> Transfer:

@@ -7,7 +7,6 @@ still walk through the whole model together, so that none waits for another in a
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from megatron_gptoss.checkpoint.weight_map import export_hf
@@ -43,9 +42,7 @@ class Sender:
 
         A rank that hands nothing over returns None. Never raises because of a receiver.
         """
-        laps, on_gpu = Laps(self.device), self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        laps = Laps(self.device)
         plan = plan_of(self.model, transfer.dtype, transfer.bucket_bytes)
         tensors = export_hf(self.module, self.model, contiguous=False)
         digests = BucketDigests(plan, self.device)
@@ -91,7 +88,7 @@ class Sender:
         if problem:
             return Sent(0, problem)
         digest = digests.total()  # waits for the device
-        return Sent(digest, "", laps.seconds(), torch.cuda.max_memory_allocated() if on_gpu else 0)
+        return Sent(digest, "", laps.seconds())
 
     def _outlet(self, transfer: Transfer, plan: SyncPlan, slots: tuple[int, ...], watch: Watch) -> Outlet:
         if transfer.kind == "broadcast":

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_gptoss.sync.plan import BucketPlan
 from megatron_gptoss.sync.transfer import SharedBuffers, Watch
 
-MOST_SLOTS = 255  # workers that one rank can serve
+MOST_ENGINES, MOST_WORKERS = 256, 16  # that may be there at once, and of one engine
 UPDATE = 1 << 20  # a board counts on over updates: counter = number of the update x UPDATE + buckets done of it
 
 
@@ -61,12 +61,17 @@ def _map(path: str) -> mmap.mmap:
         os.close(fd)
 
 
+def slot_of(engine: int, worker: int) -> int:
+    """A worker's place on a board. `engine` counts all that ever were; one that comes so much later takes the place of one that is gone."""
+    return engine % MOST_ENGINES * MOST_WORKERS + worker
+
+
 class Lender:
     """A trainer rank's two buffers and board, made once, and its end of each update."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self.device = num_bytes, device
-        memory, self.board_path = _new_memory(8 * (1 + MOST_SLOTS))
+        memory, self.board_path = _new_memory(8 * (1 + MOST_ENGINES * MOST_WORKERS))
         self.board = Board(memory)
         self.paths: list[str] = []
         if device.type == "cuda":

@@ -77,7 +77,6 @@ class Sent:
     digest: int
     problem: str  # why not everybody got everything, "" when all went well
     seconds: dict[str, float] = field(default_factory=dict)  # see Laps
-    peak_bytes: int = 0  # the most the GPU's tensors took meanwhile; 0 on a CPU
 
 
 def join_store(transfer: Transfer) -> TCPStore:
