@@ -1,7 +1,7 @@
 """Two real engines under fire: conversations that call a tool, and engines that are killed and frozen meanwhile.
 
 The first tests share two engines and the real `collect`; the last one is a whole `gptoss train`, whose engines are killed at moments that a
-seed draws. GPTOSS_TEST_KILLS sets how many (10 take a quarter of an hour on two cores).
+seed draws. GPTOSS_TEST_KILLS sets how many (3 when it is not set; 10 took eleven minutes on two busy cores).
 """
 
 from __future__ import annotations
