@@ -18,7 +18,9 @@ and which draw their weights on their own device. Then:
    a run pays before it scores. Parts are the time of the GPU, or wall time on a CPU, on the lead rank, in the engine's actor and in its
    first worker; what runs side by side does not add up.
 2. The same weights must change nothing: one digest, and deterministic engines would say the same.
-3. Log-probs of trainer and engine on the same tokens, with weights A, with other weights B, and with A again: they follow.
+3. Log-probs of trainer and engine on the same tokens, with weights A, with other weights B, and with A again: they follow. A random model
+   in bfloat16 sends many tokens to other experts in the one than in the other; with --rl.router_replay=engine the trainer follows the
+   engine's experts, and what is left is arithmetic.
 4. Sentinels: every element of expert e of layer l becomes one number of its own, and the engine's parameters are read back.
 """
 
@@ -45,6 +47,7 @@ from megatron_gptoss.config.preflight import detect_cluster
 from megatron_gptoss.errors import ConfigError, GptossError
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.obs.logs import last_lines
+from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.trainer.worker import TrainerWorker
 from megatron_gptoss.types import Sample, TurnRequest
 
@@ -235,6 +238,7 @@ class Bench:
                 trained=(False,) * len(prompt) + (True,) * len(turn.token_ids),
                 engine_logp=(0.0,) * len(prompt) + turn.logp,
                 advantage=0.0,
+                routes=turn.routes,
             )
 
         return list(await asyncio.gather(*(one(index) for index in range(prompts))))
@@ -254,11 +258,16 @@ class Bench:
 
     def gaps(self, samples: Sequence[Sample]) -> tuple[float, float]:
         """Mean and largest gap between the engine's log-probs and the trainer's, nats."""
-        scores = self.session.score(samples)
+        session, config = self.session, self.session.config
+        packed = session.pack(samples)
+        scores = session.world.score(packed, config.rollout.temperature, router_replay=config.rl.router_replay)
+        scored = by_sample(session.world.by_microbatch(packed, scores))
         found = [
             abs(ours - theirs)
-            for sample, row in zip(samples, scores, strict=True)
-            for ours, theirs in zip(row, [x for x, t in zip(sample.engine_logp, sample.trained, strict=True) if t], strict=True)
+            for sample in samples
+            for ours, theirs in zip(
+                scored[sample.name], [x for x, t in zip(sample.engine_logp, sample.trained, strict=True) if t], strict=True
+            )
         ]
         return statistics.fmean(found), max(found)
 
