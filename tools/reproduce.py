@@ -21,6 +21,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,7 @@ PANELS = (
 COMMON = ("--run.save_every=0", "--run.save_at_end=false", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
 NOISE = "--diagnose.routing_noise=0.1"
 ANOTHER_MODEL = "--parity.enabled=false"  # the trainer is wrong on purpose, and the self-test would say so
+STARTING, START_APART_S = threading.Lock(), 3.0
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int:
     command = [sys.executable, "-m", "megatron_gptoss.cli", *arguments, f"--cluster.first_port={29500 + 200 * slot}"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
+        with STARTING:  # Ray's heads that start in one moment reach for the same ports
+            time.sleep(START_APART_S if plan.jobs > 1 else 0)
         child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             return child.wait(timeout=max(plan.left_s, 0.1))
