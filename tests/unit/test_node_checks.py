@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from megatron_gptoss.config.load import load, parse_flags
-from megatron_gptoss.config.machine import Check, tested_with
+from megatron_gptoss.config.machine import Check, pinned
 from megatron_gptoss.launch import attention_probe, gpu_probe, link_probe, node_checks
 from megatron_gptoss.launch.check import Report, bad_nodes, meeting, read_reports, show, show_many
 from megatron_gptoss.launch.node_checks import judge, judge_attention, judge_links, run_probe, slow_or_missing
@@ -317,9 +317,7 @@ def test_without_an_installation_the_checkout_says_what_was_tested(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", none)
-    assert "torch==2.11.0" in tested_with()["dependencies"] and any(
-        p.startswith("vllm==") for p in tested_with()["optional-dependencies"]["gpu"]
-    )
+    assert "torch==2.11.0" in pinned()["dependencies"] and any(p.startswith("vllm==") for p in pinned()["optional-dependencies"]["gpu"])
 
 
 def test_an_image_is_checked_for_its_software_alone(tmp_path):
