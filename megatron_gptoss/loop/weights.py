@@ -77,7 +77,8 @@ class WeightLink:
     def __init__(
         self, world: World, kind: Kind, *, dtype: str, bucket_bytes: int, ports: range = range(0, 1), shares_gpus: bool = False
     ) -> None:
-        self.world, self.kind, self.dtype, self.bucket_bytes, self.shares_gpus = world, kind, dtype, bucket_bytes, shares_gpus
+        self.kind: Kind = kind
+        self.world, self.dtype, self.bucket_bytes, self.shares_gpus = world, dtype, bucket_bytes, shares_gpus
         self.store = _open_store(ports)
         self.host = ray.util.get_node_ip_address()
         self.number = 0  # of the last update

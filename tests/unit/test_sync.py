@@ -45,7 +45,8 @@ class Scene:
 
     def __init__(self, kind: Kind, monkeypatch: pytest.MonkeyPatch, *, dtype: str = "float32") -> None:
         self.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-        self.kind, self.dtype, self.number, self.group = kind, dtype, 0, "1"
+        self.kind: Kind = kind
+        self.dtype, self.number, self.group = dtype, 0, "1"
         self.weights = policy(1)
         monkeypatch.setattr(send, "export_hf", lambda *_args, **_kwargs: self.exported())
         self.sender = Sender(nn.Linear(1, 1), MODEL)
@@ -106,7 +107,8 @@ def test_who_stops_in_the_middle_hangs_nobody_and_the_others_begin_again(kind: K
     scene, gone = Scene(kind, monkeypatch), threading.Event()
 
     def dies(_index: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        next(tensors), next(tensors)
+        for _ in range(2):
+            next(tensors)
         gone.wait(20)
         raise RuntimeError("dead")
 
@@ -184,7 +186,8 @@ def test_a_board_never_takes_an_older_update_for_this_one(monkeypatch: pytest.Mo
     last, first = scene.plan.buckets[-1], scene.plan.buckets[0]
     lender.board.drain(0, count(1, last))
     outlet = SharedOutlet(lender, 2, (0,), Watch(scene.store, replace(scene.transfer(), timeout_s=0.2)))
-    outlet.buffer(first), outlet.filled(first)
+    outlet.buffer(first)
+    outlet.filled(first)
     with pytest.raises(SyncAborted):
         outlet.finish()
 
@@ -221,7 +224,7 @@ def test_plans_that_do_not_fit_each_other_have_different_keys() -> None:
 def test_a_bucket_s_digest_sees_every_word_and_what_lies_between_tensors_is_zero() -> None:
     plan, weights = plan_of(MODEL, "bfloat16", BUCKET), policy(3)
 
-    def summed(change: Callable[[int, Tensor], None]) -> int:
+    def summed(change: Callable[[int, Tensor], object]) -> int:
         digests, tensors = verify.BucketDigests(plan, CPU), iter(weights.items())
         for bucket in plan.buckets:
             buffer = torch.full((plan.buffer_bytes,), 7, dtype=torch.uint8)  # what an earlier update left
