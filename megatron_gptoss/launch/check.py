@@ -98,8 +98,8 @@ def read_reports(files: Sequence[Path]) -> list[Report]:
             text = file.read_text()
         except OSError as error:
             raise ConfigError(f"--read {file}: {error.strerror}") from None
-        found = next((f for f in map(_object, (text[text.find("{") :], *reversed(text.splitlines()))) if "checks" in f), None)
-        if found is None:
+        found = _object(text)
+        if "checks" not in found:
             last = (text.strip().splitlines() or ["no words"])[-1][:300]
             reports.append(Report(file.stem, "", 0.0, [Check("check", False, f"did not end: {last}")]))
             continue
@@ -109,11 +109,11 @@ def read_reports(files: Sequence[Path]) -> list[Report]:
 
 
 def _object(text: str) -> dict[str, Any]:
+    """The JSON object in it; srun may have said something before and after."""
     try:
-        found = json.loads(text)
+        return json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])[0]
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def bad_nodes(reports: Sequence[Report]) -> list[str]:
