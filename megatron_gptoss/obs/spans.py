@@ -205,7 +205,7 @@ def table_rows(found: Sequence[Share], beside: Sequence[Crowd] = ()) -> list[tup
             rows.append(("  " * len(share.path) + share.path[-1], words))
     for crowd in beside:
         words = f"{crowd.count:g} a step, {1e3 * crowd.mean_s:.1f} ms each, {crowd.at_once:.1f} at once"
-        rows += [(crowd.process, ""), (f"  {crowd.name}", words)]
+        rows += [(f"{crowd.process}, side by side", ""), (f"  {crowd.name}", words)]
     return rows
 
 

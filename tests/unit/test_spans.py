@@ -139,7 +139,7 @@ def test_a_crowd_is_counted_while_there_is_one():
     assert (turns.mean_s, turns.at_once) == pytest.approx((40e-6, 80 / 44))  # 101 to 145, two of 40
     apart = [Span("driver", "step 1", 0, 100), Span("e", "turn", 0, 10, True), Span("e", "turn", 50, 10, True)]
     assert crowds(apart)[0].at_once == 1.0
-    assert table_rows([], [turns]) == [("engine-0", ""), ("  turn", "1 a step, 0.0 ms each, 1.8 at once")]
+    assert table_rows([], [turns]) == [("engine-0, side by side", ""), ("  turn", "1 a step, 0.0 ms each, 1.8 at once")]
 
 
 def test_the_trace_is_chromes_format():
