@@ -72,8 +72,11 @@ def test_engines_sleep_before_there_are_weights_and_between_rollouts_and_the_sam
         await pool.publish(policy(0))  # a step that changed nothing
         assert (await pool.generate(turn(1))).version == 0
         await pool.sleep()
+        early = asyncio.create_task(pool.generate(turn(2)))  # it waits, and nobody is asked in its sleep
+        await settle()
+        assert not early.done()
         await pool.publish(policy(1))
-        assert (await pool.generate(turn(2))).version == 1
+        assert (await early).version == 1
         told = ["start", "sleep", "update 0", "sleep", "update 0", "sleep", "update 1"]
         assert [engine.story for engine in workshop.made] == [told, told]  # type: ignore[attr-defined]
         assert pool.counts.restarts == 0
