@@ -80,6 +80,14 @@ def test_a_plan_for_gpus_can_be_made_without_them_and_says_what_is_missing():
     assert made.shortfall == "" and made.trainer_resources.num_gpus == made.engine_resources.num_gpus == 1
 
 
+def test_weights_go_the_way_that_the_place_of_the_engines_allows():
+    gpus = (str(CONFIGS / "20b.toml"),)
+    ways = [plan().weight_sync, plan(*gpus).weight_sync, plan(*gpus, "--cluster.share_gpus=true").weight_sync]
+    assert ways == ["inline", "broadcast", "shared"]
+    assert plan("--rollout.weight_sync=shared").weight_sync == "shared" and not plan().shares_gpus
+    assert plan(*gpus, "--cluster.share_gpus=true").shares_gpus
+
+
 def test_deterministic_engines_decode_one_conversation_at_a_time():
     assert plan("--rollout.deterministic=true").engine_max_running == 1
 
@@ -170,6 +178,9 @@ RULES = [
     (["--rollout.tensor_parallel=4", "--cluster.gpus_per_node=6", "--cluster.share_gpus=true", "--parallel.data=6", *GPU], "sizes: 2."),
     (["--rollout.num_engines=3", "--rollout.tensor_parallel=2", "--cluster.share_gpus=true", "--parallel.data=4", *GPU], "Use at most 2"),
     (["--rollout.max_in_flight=63"], "Use 64 or more, or 0 for 128."),
+    (["--rollout.weight_sync=shared", *GPU], 'Use rollout.weight_sync = "auto", or cluster.share_gpus = true.'),
+    (["--rollout.weight_sync=shared", "--cluster.nodes=2", "--cluster.address=auto"], 'Use rollout.weight_sync = "broadcast" or "inline".'),
+    (["--rollout.weight_sync=broadcast", "--cluster.share_gpus=true", *GPU], 'Use rollout.weight_sync = "auto".'),
     (["--cluster.first_port=65500"], "Use cluster.first_port = 65436."),
     (["--run.resume=a", "--run.init=b"], "leave out one of them"),
 ]
