@@ -209,7 +209,8 @@ class Session:
         address = self.config.cluster.address
         local = address == "local"
         self.ending.callback(Keeper().close)
-        try:
+
+        def join() -> None:
             ray.init(
                 address=address,  # never None: Ray would then join whatever cluster it finds
                 num_cpus=max(num_actors, self.plan.cluster.num_cpus) if local else None,
@@ -218,6 +219,9 @@ class Session:
                 logging_level=logging.ERROR,
                 object_store_memory=_object_store_bytes() if local else None,
             )
+
+        try:
+            _twice(join)
         except ConnectionError as error:
             raise MachineError(
                 f"no Ray cluster answers at cluster.address = {address!r}: {error}. Start one with `ray start --head`, give its address, "
@@ -597,6 +601,27 @@ class Session:
                     self.finish_save()
             except GptossError as error:
                 self.console.say(f"{type(error).__name__}: {error}")  # beside what ended the run
+
+
+def _twice(join: Callable[[], object]) -> None:
+    """Ray gives its processes 30 s to come up, and cannot be told otherwise; on a busy or cold machine the second try finds them in memory.
+
+    MachineError when that is in vain too.
+    """
+    for last in (False, True):
+        try:
+            join()
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if last:
+                load = ", ".join(f"{value:.0f}" for value in os.getloadavg())
+                raise MachineError(
+                    f"Ray's processes did not come up within 30 s, twice. This machine's load was {load} in the last 1, 5 and 15 minutes, "
+                    f"on {os.cpu_count()} CPUs: try again when it is less busy."
+                ) from None
 
 
 def _send_ray_messages_to(log: Path) -> None:
