@@ -29,7 +29,7 @@ def write_scores(path: Path, step: int, scores: Sequence[SampleScores]) -> None:
     for each in scores:
         if len(each.advantage) != len(each.trainer_logp):
             raise ValueError(f"{each.name}: {len(each.advantage)} advantages but {len(each.trainer_logp)} log-probs")
-        same = len(set(each.advantage)) == 1  # one number says it, as for most rules of advantages
+        same = len({repr(x) for x in each.advantage}) == 1  # one number says it, as for most rules of advantages; -0.0 is not 0.0
         line = {
             "step": step,
             "sample": each.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import signal
 import threading
 import time
 
@@ -41,6 +42,7 @@ def test_an_error_of_the_coroutine_is_raised_where_it_is_waited_for() -> None:
 
 def test_an_interrupt_cancels_what_is_waited_for_and_lets_it_clean_up() -> None:
     told = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts into the background without one
 
     async def long() -> None:
         try:
@@ -49,12 +51,15 @@ def test_an_interrupt_cancels_what_is_waited_for_and_lets_it_clean_up() -> None:
             await asyncio.sleep(0.1)
             told.append("cleaned up")
 
-    with EventLoop() as loop:
-        threading.Timer(0.3, _thread.interrupt_main).start()
-        with pytest.raises(KeyboardInterrupt):
-            loop.run(long())
-        assert told == ["cleaned up"]
-        assert loop.run(asyncio.sleep(0, 1)) == 1
+    try:
+        with EventLoop() as loop:
+            threading.Timer(0.3, _thread.interrupt_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                loop.run(long())
+            assert told == ["cleaned up"]
+            assert loop.run(asyncio.sleep(0, 1)) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_its_end_cancels_and_awaits_every_task() -> None:

@@ -73,6 +73,11 @@ class Session:
         self.plan = SimpleNamespace(tensor_parallel=tensor, context_parallel=1, pipeline_parallel=1, engine_max_model_len=64)
         self.world = SimpleNamespace(broken=self.broken, compare_pieces=self.compare_pieces)
 
+    def rest_engines(self):
+        """The engines of this session have GPUs of their own."""
+
+    wake_engines = rest_engines
+
     @contextmanager
     def broken(self, fault):
         from megatron_gptoss.model.faults import broken
