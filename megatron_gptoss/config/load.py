@@ -145,6 +145,13 @@ def explain(loaded: Loaded, key: str) -> list[str]:
     return lines
 
 
+LISTS = {  # keys whose text is a list: what stands in it, and one that works
+    "parallel.pipeline_layers": ("whole numbers", "5,7,7,5"),
+    "eval.k": ("whole numbers above 0", "1,4"),
+    "parity.perturb": ("names", "no-sinks,yarn"),
+}
+
+
 def wanted(key: str) -> str:
     """What a value of `key` may be, in words: "a number, greater than 0 and less than 1"."""
     kind, limits = _kind(key)
@@ -153,9 +160,7 @@ def wanted(key: str) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
     signs = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
     ranges = [f"{words_} {getattr(limit, sign):g}" for limit in limits for sign, words_ in signs.items() if hasattr(limit, sign)]
-    allowed = (
-        'whole numbers with commas between, as "5,7,7,5"' if key == "parallel.pipeline_layers" else 'letters, digits, ".", "_" and "-" only'
-    )
+    allowed = f'{LISTS[key][0]} with commas between, as "{LISTS[key][1]}"' if key in LISTS else 'letters, digits, ".", "_" and "-" only'
     patterns = [f"{allowed} (pattern {limit.pattern})" for limit in limits if getattr(limit, "pattern", None)]
     return ", ".join([words[kind], *([" and ".join(ranges)] if ranges else []), *patterns])
 
@@ -287,7 +292,7 @@ def _from_text(key: str, text: str) -> Any:
 def _example(key: str, is_flag: bool, value: Any = None) -> str:
     """A spelling that works; the default is one by construction, except where it is empty."""
     value = FIELDS[key].default if value is None else value
-    value = "something" if value == "" else value
+    value = (LISTS[key][1] if key in LISTS else "something") if value == "" else value
     if is_flag:
         return f"--{key}={value if isinstance(value, str) else to_toml(value)}"
     return f"{key.split('.')[1]} = {to_toml(value)}"

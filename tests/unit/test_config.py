@@ -107,6 +107,7 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_names(tmp_path):
         ("[rl]\nlr = inf", ["rl.lr = inf", "a number, greater than 0"]),
         ('[rollout]\ndtype = "bfloat"', ['one of "float32", "bfloat16"', 'Did you mean "bfloat16"?']),
         ('[run]\nid = "a/b"', ['run.id = "a/b"', "letters, digits"]),
+        ('[eval]\nk = "9,x"', ['eval.k = "9,x"', 'whole numbers above 0 with commas between, as "1,4"', 'Example: k = "1,4"']),
         ("[modle]\nhead_dim = 64", ["unknown section 'modle'", "a.toml:2", "model.head_dim"]),
         ("[model.rope]\nfactor = 3", ["model.rope", "a.toml:1", "model.rope_factor"]),
         ("steps = 3", ["unknown key 'steps'", "run.steps", "sft.steps"]),
