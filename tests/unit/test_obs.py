@@ -6,6 +6,7 @@ import math
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +155,9 @@ def test_tensorboard_reads_the_same_numbers_and_forgets_what_a_resume_undid(run)
     for step in range(1, 6):
         log.write(step, {"reward/mean": step / 8})
     log.close()
+    # TensorBoard reads its files in the order of their names: a second, then a counter of the process, of which 10 comes before 9. A run
+    # that is resumed is another process, seconds later.
+    time.sleep(1.0)
     log = MetricsLog(run, resumed_step=3)
     log.write(4, {"reward/mean": 0.5})
     log.close()
