@@ -126,10 +126,14 @@ class TrainingWorld:
 
     def _died(self, rank: int, phase: str, error: Exception) -> TrainerFailed:
         self.healthy = False
-        words = " ".join(str(getattr(error, "cause", error)).split())[:300]
         log = self.log(rank)
-        with log.open("a") as file:
-            file.write(f"{error}\n")  # the rank's own traceback, which otherwise nobody would see
+        if isinstance(error, RayActorError):
+            # Ray's text is long and knows no more; what the process last said is in its log.
+            words = "its process is gone. Something outside killed it (the kernel, for want of memory? see dmesg) or it crashed"
+        else:
+            words = " ".join(str(getattr(error, "cause", error)).split())[:300]
+            with log.open("a") as file:
+                file.write(f"{error}\n")  # the rank's own traceback, which otherwise nobody would see
         tail = "\n".join(f"  {line}" for line in last_lines(log, LOG_LINES))
         return TrainerFailed(f"trainer rank {rank} failed while it should {phase}: {words}\nLog {log}:\n{tail}")
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.helpers.recovery import killed_and_resumed
 from tests.helpers.runs import CONFIGS, ROOT, SMALL, alive, finished, gptoss, metrics, must, timeless, tree, wait_for
 
 DETERMINISTIC = [*CONFIGS, str(ROOT / "configs" / "deterministic.toml"), *SMALL]
@@ -134,6 +135,10 @@ def test_an_engine_killed_in_the_middle_of_a_step_is_replaced(warm, tmp_path):
     assert rows[2]["mismatch/logp_abs_max"] < 1e-4, "the new engine holds the same weights"
     wait_for(lambda: not alive(before), "the end of every process", timeout=20)
     assert "(raylet)" not in text
+
+
+def test_an_engine_s_death_is_mended_and_a_trainer_s_is_gone_on_from(warm, tmp_path):
+    killed_and_resumed(*CONFIGS, "--rl.sequences_per_step=64", "--rollout.group_size=4", "--init", str(warm), cwd=tmp_path, patience_s=400)
 
 
 def test_an_engine_that_cannot_be_replaced_ends_the_run_with_its_name_and_log(warm, tmp_path):

@@ -36,9 +36,9 @@ def gptoss(*arguments: str, cwd: Path, background: bool = False, timeout: float 
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def must(*arguments: str, cwd: Path) -> str:
+def must(*arguments: str, cwd: Path, timeout: float = 400) -> str:
     """Run and return the terminal's text; the test fails with it when the exit code is not 0."""
-    done = gptoss(*arguments, cwd=cwd)
+    done = gptoss(*arguments, cwd=cwd, timeout=timeout)
     assert done.returncode == 0, f"gptoss {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
