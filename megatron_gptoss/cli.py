@@ -19,9 +19,10 @@ import typer
 from megatron_gptoss import __version__
 from megatron_gptoss.config.load import Flag, Loaded, explain, load, parse_flags
 from megatron_gptoss.config.plan import make_plan, run_directory
-from megatron_gptoss.errors import ConfigError, GptossError
+from megatron_gptoss.errors import ConfigError, DeadlineExpired, EngineFailed, GptossError, TrainerFailed
 from megatron_gptoss.obs.console import Console
 from megatron_gptoss.obs.plan_table import plan_rows
+from megatron_gptoss.obs.run_dir import latest_checkpoint
 
 app = typer.Typer(
     name="gptoss",
@@ -247,6 +248,11 @@ def _run(command: str, args: list[str] | None, resume: str, init: str, go_on: bo
     module, function = ENTRY["train, overlapped" if overlapped else command]
     try:
         getattr(import_module(f"megatron_gptoss.{module}"), function)(loaded, made)
+    except (DeadlineExpired, EngineFailed, TrainerFailed) as error:
+        saved = latest_checkpoint(made.run_dir) if command in ("sft", "train") else None
+        if saved is None:
+            raise
+        raise type(error)(f"{error}\n{saved.name} is whole. Go on from it with: gptoss {command} --resume {made.run_dir}") from error
     except KeyboardInterrupt:
         # Here and not in main(): typer would turn it into exit code 130 without a word.
         print(f"interrupted. What was finished is in {made.run_dir}", file=sys.stderr)
