@@ -106,9 +106,14 @@ def transcript(rollout: Rollout, group: int, tokenizer: Tokenizer, scores: Sampl
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """The text of each token; joined they are what `decode` gives. A character of several tokens stands with the last of them."""
+    """The text of each token; joined they are what `decode` gives. A character of several tokens stands with the last of them, also one
+    that a special token cuts off: the text of a special token is its name alone."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    texts = [decoder.decode(tokenizer.token_bytes(token_id)) for token_id in token_ids]
+    texts: list[str] = []
+    for token_id in token_ids:
+        if texts and tokenizer.special_name(token_id) is not None:
+            texts[-1] += decoder.decode(b"", True)
+        texts.append(decoder.decode(tokenizer.token_bytes(token_id)))
     if texts:
         texts[-1] += decoder.decode(b"", True)
     return texts

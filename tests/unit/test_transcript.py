@@ -45,6 +45,17 @@ def test_a_character_stands_with_its_last_token():
     assert len(ids) == 2 and token_texts(ids, TINY) == ["", "é"]
 
 
+@pytest.mark.parametrize("begun", [b"\xc3", b"\xf0\x9f"])
+def test_a_character_that_nobody_finished_hides_no_end_of_a_message(begun):
+    prefix = [TINY.special("<|start|>"), *TINY.encode("assistant"), TINY.special("<|message|>")]
+    said = [*TINY.encode("a"), *(next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == bytes([byte])) for byte in begun)]
+    after = [TINY.special("<|end|>"), TINY.special("<|start|>"), *TINY.encode("user"), TINY.special("<|message|>"), *TINY.encode("b")]
+    read = transcript(any_rollout([(t, True) for t in (*prefix, *said, *after)]), 0, TINY)
+    assert [m.role for m in read.messages] == ["assistant", "user"]
+    assert [t.text for t in read.messages[0].end] == ["<|end|>"]
+    assert "".join(t.text for t in read.messages[0].body) == "a\ufffd"
+
+
 def test_messages_have_the_roles_and_recipients_of_the_conversation():
     read = transcript(conversation(PROMPT, 0, '{"expression":"37+58"}'), 0, TINY)
     assert [m.title for m in read.messages] == [
