@@ -11,15 +11,17 @@ terminal it is plain text. Changes nothing but the page it writes.
 from __future__ import annotations
 
 import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_gptoss.config.load import load
+from megatron_gptoss.config.schema import Config, TaskConfig, TokenizerConfig
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import ConfigError, GptossError
-from megatron_gptoss.obs.browse import Filter, Place, Reader, browse, plain
+from megatron_gptoss.obs.browse import Filter, Place, Reader, browse, plain, shown
 from megatron_gptoss.obs.console import Console
 from megatron_gptoss.obs.rollouts_page import TOKENS, write_page
 from megatron_gptoss.obs.run_dir import RunDir
@@ -46,25 +48,39 @@ def view(
     """Read a run's archived conversations: on a terminal, as plain text, or as a page."""
     if out is not None and not html:
         raise ConfigError(f"--out {out} says where --html writes its page. Use both, or neither.")
-    found, tokenizer = archives(run), load_tokenizer(load([RunDir(run).config_file]).config)
+    found, tokenizer = archives(run), tokenizer_of(run)
     if html:
         make_page(run, found, tokenizer, out or run / "rollouts.html", max_tokens)
         return
     of_kind, place = choose(found, held_out=held_out, step=step)
-    chosen = Filter("all" if reward is None else f"{reward:g}", label, prompt)
+    chosen = Filter("all" if reward is None else shown(reward), label, prompt)
     reader = Reader(found, Place(tuple(of_kind), place, measure=colour, filter=chosen), tokenizer)
-    kept = reader.kept
+    kept, every = reader.kept, reader.all
+    groups = len({t.group for t in every})
+    if group is not None and group > groups:
+        raise ConfigError(f"--group {group} is not there: {reader.archive.words} has {groups} groups.")
     begin = next((i for i, t in enumerate(kept) if group is None or t.group >= group - 1), 0)
     if not as_text and sys.stdin.isatty() and sys.stdout.isatty():
-        for _ in range(begin):
-            reader.press("n")
+        reader.place = replace(reader.place, rollout=begin)
         browse(reader)
         return
     for t in kept[begin : begin + n]:
         print(plain(t, tokens=tokens))
-    shown, every = len(kept[begin : begin + n]), reader.all
-    mean = sum(t.rollout.reward for t in every) / len(every)
-    print(f"{reader.archive.path}: {shown} of {len(kept)} shown; {len(every)} conversations, mean reward {mean:.3f}")
+    mean = sum(t.rollout.reward for t in every) / max(len(every), 1)
+    words = f"{len(kept[begin : begin + n])} of {len(kept)} shown; {len(every)} conversations, mean reward {mean:.3f}"
+    print(f"{reader.archive.path}: {words}")
+
+
+def tokenizer_of(run: Path) -> Tokenizer:
+    """Of config.toml only what names it: a run of another version may have keys that this one does not know."""
+    file = RunDir(run).config_file
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        named, task = values.get("tokenizer", {}), values.get("task", {})
+        known = TokenizerConfig(**{key: named[key] for key in ("name", "path") if key in named})
+        return load_tokenizer(Config(tokenizer=known, task=TaskConfig(path=task.get("path", ""))))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} does not say which tokenizer the run had: {error}") from None
 
 
 def make_page(run: Path, found: list[Archive], tokenizer: Tokenizer, out: Path, max_tokens: int) -> None:

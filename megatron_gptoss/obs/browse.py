@@ -41,11 +41,21 @@ HELP = (
 )
 
 
+def shown(reward: float) -> str:
+    """As a reader meets it, and asks for it again: 2/3 is 0.666667."""
+    return f"{reward + 0.0:g}"  # -0.0 + 0.0 is 0.0
+
+
+def one_line(text: str) -> str:
+    """Of a model or a task, for where a line must stay one."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 @dataclass(frozen=True)
 class Filter:
     """Which rollouts are looked at."""
 
-    reward: str = "all"  # "all" | "above 0" | "0 or less" | "differ" (groups of more than one reward) | a number
+    reward: str = "all"  # "all" | "above 0" | "0 or less" | "differ" (groups of more than one reward) | a number as `shown` writes it
     label: str = ""  # "": any
     prompt: str = ""  # part of a prompt's id or text
 
@@ -57,7 +67,7 @@ class Filter:
         def wanted(t: Transcript) -> bool:
             reward, prompt = t.rollout.reward, t.rollout.prompt
             by_word = {"all": True, "above 0": reward > 0, "0 or less": reward <= 0, "differ": len(rewards[t.group]) > 1}
-            fits = by_word[self.reward] if self.reward in by_word else reward == float(self.reward)
+            fits = by_word[self.reward] if self.reward in by_word else shown(reward) == self.reward
             return fits and (not self.label or self.label in t.rollout.labels) and (self.prompt in prompt.id or self.prompt in prompt.text)
 
         return [t for t in found if wanted(t)]
@@ -65,7 +75,7 @@ class Filter:
     @property
     def words(self) -> str:
         chosen = [f"reward {self.reward}" if self.reward != "differ" else "groups that differ"] if self.reward != "all" else []
-        chosen += [f"label {self.label}"] if self.label else []
+        chosen += [f"label {one_line(self.label)}"] if self.label else []
         chosen += [f"prompt {self.prompt!r}"] if self.prompt else []
         return ", ".join(chosen)
 
@@ -200,7 +210,7 @@ class Reader:
         groups = Text.assemble((f"group {here.group + 1} of {len({t.group for t in self.all})}  ", "dim"))
         for t in (t for t in self.all if t.group == here.group):
             style = ("green" if t.rollout.reward > 0 else "red") + (" reverse" if t is here else "" if t in kept else " dim")
-            groups.append(f" {t.rollout.reward:g} ", style=style)
+            groups.append(f" {shown(t.rollout.reward)} ", style=style)
         return [first, groups, verdict(here), Text()]
 
     def _foot(self) -> list[Text]:
@@ -220,13 +230,13 @@ def _next(values: list, value: object, by: int):
 
 def verdict(t: Transcript) -> Text:
     r = t.rollout
-    parts = "".join(f"  {part.name} {part.value:g}" for part in r.reward_parts)
+    parts = "".join(f"  {one_line(part.name)} {part.value:g}" for part in r.reward_parts)
     line = Text.assemble(
-        (f"reward {r.reward:g}", "bold green" if r.reward > 0 else "bold red"),
-        f"{parts}   answer {visible(r.answer or '')!r}   gold {visible(r.prompt.gold)!r}   ended by {r.stop_reason}",
+        (f"reward {shown(r.reward)}", "bold green" if r.reward > 0 else "bold red"),
+        f"{parts}   answer {visible(r.answer or '')!r}   gold {visible(r.prompt.gold)!r}   ended by {one_line(r.stop_reason)}",
     )
     if r.labels:
-        line.append(f"   {visible(', '.join(r.labels))}")
+        line.append(f"   {one_line(', '.join(r.labels))}")
     if t.advantage is not None:
         line.append(f"   advantage {t.advantage:+.3g}")
     return line
@@ -235,7 +245,7 @@ def verdict(t: Transcript) -> Text:
 def conversation(t: Transcript, measure: Measure, limit: float) -> Iterator[Text]:
     """Each message: who speaks, then the tokens. A sampled token stands on a ground of its colour; others are dim, with none."""
     for message in t.messages:
-        yield Text.assemble((message.title, f"bold {ROLE_STYLES[message.role]}"), (f"  {told(message)}", "dim"))
+        yield Text.assemble((one_line(message.title), f"bold {ROLE_STYLES[message.role]}"), (f"  {told(message)}", "dim"))
         text = Text()
         for token in message.tokens:
             text.append(visible(token.text), style=_style(token, shade(token, measure, limit)))
@@ -302,9 +312,9 @@ def _why_unknown(measure: Measure) -> str:
 
 def plain(t: Transcript, *, tokens: bool = False) -> str:
     """A conversation without a control character. `tokens`: a line for each sampled token, with all that is known of it."""
-    lines = [f"== {t.rollout.prompt.id} #{t.rollout.index}, group {t.group + 1}", verdict(t).plain]
+    lines = [f"== {one_line(t.rollout.prompt.id)} #{t.rollout.index}, group {t.group + 1}", verdict(t).plain]
     for message in t.messages:
-        lines += [f"-- {message.title}: {told(message)}", visible("".join(token.text for token in message.tokens))]
+        lines += [f"-- {one_line(message.title)}: {told(message)}", visible("".join(token.text for token in message.tokens))]
     lines += [words.plain for measure in ("mismatch", "logp") if (words := strongest_words(t, measure)).plain]
     if tokens:
         lines.append(f"{'at':>5} {'token':>7} {'policy':>6} {'engine logp':>12} {'mismatch':>10} {'advantage':>10}  text")
@@ -313,11 +323,11 @@ def plain(t: Transcript, *, tokens: bool = False) -> str:
 
 
 def _token_line(token: Token) -> str:
-    def shown(value: float | None) -> str:
+    def known(value: float | None) -> str:
         return "-" if value is None else number(value)
 
     version = "-" if token.version is None else token.version
-    figures = f"{shown(token.logp):>12} {shown(token.mismatch):>10} {shown(token.advantage):>10}"
+    figures = f"{known(token.logp):>12} {known(token.mismatch):>10} {known(token.advantage):>10}"
     return f"{token.position:5} {token.token_id:7} {version:>6} {figures}  {visible(token.text)!r}"
 
 
@@ -350,11 +360,19 @@ def keys() -> Iterator[Callable[[], str]]:
     source = sys.stdin.fileno()
     before = termios.tcgetattr(source)
 
+    def more() -> bytes:
+        """The rest of an escape sequence comes at once, or there is none."""
+        return os.read(source, 1) if select.select([source], [], [], 0.02)[0] else b""
+
     def key() -> str:
+        """One, however many lie ready: a key that is held down sends faster than a screen is drawn."""
         read = os.read(source, 1)
-        if read == b"\x1b":  # the rest of an escape sequence comes at once, or there is none
-            while select.select([source], [], [], 0.02)[0] and len(read) < 8:
-                read += os.read(source, 1)
+        if read == b"\x1b":
+            read += (begins := more())
+            while begins in (b"[", b"O") and (byte := more()):
+                read += byte
+                if 0x40 <= byte[0] <= 0x7E:  # ECMA-48: only the last byte of a sequence is one of these
+                    break
         text = read.decode("utf-8", "replace")
         return ESCAPES.get(text, text)
 

@@ -35,11 +35,13 @@ def limits(tokens: Iterable[Token]) -> dict[Measure, float]:
 
 
 def strength(value: float | None, limit: float) -> float:
-    """-1 to 1, with the value's sign. A square root, so that small values are seen beside a large one; nan is the strongest."""
-    if value is None or limit <= 0.0 or value == 0.0:
+    """-1 to 1, with the value's sign. A square root, so that small values are seen beside a large one; what is not finite is strongest."""
+    if value is None or value == 0.0:
         return 0.0
-    if math.isnan(value):
-        return 1.0
+    if not math.isfinite(value):
+        return -1.0 if value < 0 else 1.0
+    if limit <= 0.0:
+        return 0.0
     return math.copysign(math.sqrt(min(abs(value) / limit, 1.0)), value)
 
 

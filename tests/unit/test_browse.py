@@ -1,14 +1,17 @@
 """The terminal viewer: keys lead where they say, filters keep what they say, and what is drawn fits and steers no terminal."""
 
+import math
 import pty
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from megatron_gptoss.data.harmony import generation_prefix
 from megatron_gptoss.errors import ConfigError, DataError
-from megatron_gptoss.obs.browse import ESCAPES, Filter, Place, Reader, keys, plain
+from megatron_gptoss.obs.browse import ESCAPES, Filter, Place, Reader, keys, plain, shown
 from megatron_gptoss.obs.console import visible
 from megatron_gptoss.obs.shades import GROUND, HUES, LOGP_LIMIT, limits, shade, strength
 from megatron_gptoss.obs.shelf import archives, choose
@@ -16,6 +19,7 @@ from megatron_gptoss.obs.transcript import Token
 from megatron_gptoss.rl.samples import sample_name
 from megatron_gptoss.rollout.archive import write_archive
 from megatron_gptoss.rollout.scores import write_scores
+from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup, VersionRun
 from tests.helpers.conversations import TINY, a_step, scores_of
 
 
@@ -92,6 +96,13 @@ class TestKeys:
             assert r.place.filter.label == label
             assert all(label in t.rollout.labels for t in r.kept) or not label
 
+    @pytest.mark.parametrize(("reward", "asked"), [(2 / 3, "0.666667"), (2 / 3, "0.6666666666666666"), (-0.0, "0"), (math.nan, "nan")])
+    def test_a_reward_is_found_as_it_is_shown(self, run, reward, asked):
+        groups = [RolloutGroup(g.prompt, tuple(replace(r, reward=reward if r.index else 0.25) for r in g.rollouts)) for g in a_step()]
+        write_archive(run / "rollouts" / "step-11.jsonl", 11, groups, TINY)
+        r = reader(run, filter=Filter(reward=shown(float(asked))))
+        assert [t.rollout.index for t in r.kept] == [1, 1] and f"reward {shown(reward)}" in drawn(r)
+
     def test_colours_go_round_both_ways(self, run):
         r, seen = reader(run), []
         for _ in range(5):
@@ -141,6 +152,24 @@ class TestScreen:
         for text in (drawn(r), plain(r.here), plain(r.here, tokens=True)):
             assert "\x1b" not in text and "\u2028" not in text and "\\x1b[31m" in text
 
+    def test_nor_one_that_stands_in_a_header_or_that_a_task_wrote(self, run):
+        prompt = Prompt("p/\x1b[2J", "mine", "q", "a\x1b[1m")
+        prefix = generation_prefix(TINY)
+        said = [*TINY.encode("<|x|> to=functions.\x1b[31mcalc\x07 \x1b]0;taken\x07"), TINY.special("<|message|>"), *TINY.encode("5")]
+        flags = (*[False] * len(prefix), *[True] * len(said))
+        rollout = Rollout(
+            prompt, 0, (*prefix, *said), flags, (0.0,) * len(flags), (VersionRun(0, len(said)),), 0, "odd\x1b", "\x1b", 0.5,
+            (RewardPart("part\x1b", 1.0),), ("label\x1b\nsecond",),
+        )  # fmt: skip
+        write_archive(run / "rollouts" / "step-11.jsonl", 11, [RolloutGroup(prompt, (rollout,))], TINY)
+        r = reader(run)
+        assert "to functions." in r.here.messages[0].title
+        r.press("l")
+        assert r.place.filter.label and "label label" in drawn(r)
+        for text in (drawn(r), plain(r.here), plain(r.here, tokens=True)):
+            assert not re.search(r"[^\n\S ]|[^\n\x20-\uffff]", text) and "\\x1b" in text
+        assert "   label\\x1b\\nsecond" in plain(r.here).splitlines()[1], "a verdict is one line"
+
     def test_sampled_tokens_stand_on_their_colour_and_others_on_none(self, run):
         r = reader(run)
         coloured = drawn(r, width=160, height=60, colour="truecolor")
@@ -166,7 +195,8 @@ class TestShades:
 
     def test_the_scale(self):
         assert [strength(x, 4.0) for x in (-4.0, -1.0, 0.0, 1.0, 4.0, 9.0, None)] == [-1.0, -0.5, 0.0, 0.5, 1.0, 1.0, 0.0]
-        assert strength(float("nan"), 4.0) == 1.0 and strength(1.0, 0.0) == 0.0
+        assert strength(1.0, 0.0) == 0.0
+        assert [strength(x, limit) for x in (math.nan, math.inf, -math.inf) for limit in (4.0, 0.0)] == [1, 1, 1, 1, -1, -1]
 
     def test_the_largest_of_a_step_has_the_full_colour_and_zero_has_the_ground(self):
         tokens = [self.token(logp=-1.0, trainer_logp=-1.5, advantage=0.0), self.token(logp=-1.0, trainer_logp=-1.0, advantage=-2.0)]
@@ -201,8 +231,11 @@ def test_keys_of_a_terminal_become_names_and_the_terminal_is_as_before(monkeypat
     monkeypatch.setattr(sys, "stdin", os.fdopen(theirs, "r"))
     before = termios.tcgetattr(theirs)
     with keys() as key:
-        for sent, name in [(b"n", "n"), (b"\x1b[C", "right"), (b"\x1b[5~", "b"), (b"\x1b", "q"), (b"G", "G")]:
+        for sent, name in [(b"n", "n"), (b"\x1b[C", "right"), (b"\x1b[5~", "b"), (b"\x1bOB", "down"), (b"\x1b", "q"), (b"G", "G")]:
             os.write(ours, sent)
             assert key() == name
+        os.write(ours, b"\x1b[C" * 3 + b"n\x1b[1;5C\x1b[6~q")  # a key that is held down, and one without a meaning among others
+        read = [key() for _ in range(7)]
+        assert [name for name in read if len(name) < 6] == ["right", "right", "right", "n", " ", "q"] and read[4] not in ESCAPES.values()
     assert termios.tcgetattr(theirs) == before
     assert set(ESCAPES.values()) <= {"right", "left", "up", "down", "b", " ", "0", "q"}

@@ -48,6 +48,17 @@ def test_in_a_pipe_it_is_plain_text_with_the_filters_that_were_asked_for(run):
     assert view(run, "--group", 2, "--n", 1).startswith("== p/1 #0, group 2")
 
 
+def test_a_run_of_another_version_can_be_read_and_so_can_an_archive_without_a_rollout(run, tmp_path):
+    old = tmp_path / "old-1"
+    (old / "rollouts").mkdir(parents=True)
+    (old / "config.toml").write_text('[tokenizer]\nname = "tiny"\n[rl]\nno_such_key = 1\n[gone]\nx = 2\n')
+    (old / "rollouts" / "step-1.jsonl").write_text("")
+    assert view(old).endswith("step-1.jsonl: 0 of 0 shown; 0 conversations, mean reward 0.000\n")
+    view(old, "--html")
+    (old / "config.toml").write_text("[tokenizer")
+    assert "ConfigError: " in view(old, code=1) and "does not say which tokenizer" in view(old, code=1)
+
+
 def test_a_page_goes_where_it_is_said_and_else_into_the_run(run, tmp_path):
     assert str(tmp_path / "p.html") in view(run, "--html", "--out", tmp_path / "p.html")
     view(run, "--html")
@@ -58,6 +69,7 @@ def test_a_page_goes_where_it_is_said_and_else_into_the_run(run, tmp_path):
     ("arguments", "message"),
     [
         (["--step", "7"], "ConfigError: --step 7 has no archive. There are steps 1, 2."),
+        (["--group", "3"], "ConfigError: --group 3 is not there: step 2 has 2 groups."),
         (["--held-out"], "has no archived rollouts of held-out evaluations; leave out --held-out."),
         (["--out", "x.html"], "ConfigError: --out x.html says where --html writes its page. Use both, or neither."),
     ],
