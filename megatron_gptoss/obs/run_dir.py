@@ -84,9 +84,13 @@ class RunDir:
 
     @classmethod
     def resume(cls, path: Path, config: Config, step: int) -> RunDir:
-        """The directory of a run that goes on after `step`. The config now in force becomes config.toml: the next resume starts from it."""
+        """The directory of a run that goes on after `step`. The config now in force becomes config.toml: the next resume starts from it.
+        Rollouts of later steps go, as their metrics do: they are made anew, and a reader would take old ones for this run's."""
         run = cls(path)
         run._make_folders()
+        for file in run.rollouts.iterdir():
+            if (found := re.fullmatch(r"(eval-)?step-(\d+)(\.scores)?\.jsonl", file.name)) and int(found[2]) > step:
+                file.unlink()
         text = dump(config.model_copy(update={"run": config.run.model_copy(update={"resume": ""})}))
         if not run.config_file.exists() or run.config_file.read_text() != text:
             run.keep_before(run.config_file, step)

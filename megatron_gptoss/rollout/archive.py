@@ -19,12 +19,14 @@ from megatron_gptoss.errors import DataError
 from megatron_gptoss.obs.disk import disk_errors
 from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
 from megatron_gptoss.rollout.routes import routes_from_json, routes_to_json
+from megatron_gptoss.rollout.scores import scores_beside
 from megatron_gptoss.rollout.versions import versions_from_json, versions_to_json
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
 
 
 def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
-    """Writes all rollouts of a step. The file appears whole or not at all; one of that name is replaced.
+    """Writes all rollouts of a step. The file appears whole or not at all; one of that name is replaced, and its scores, which are of other
+    rollouts then, go first: a resumed run does steps again.
 
     ValueError for an empty group, MachineError when the disk is full.
     """
@@ -42,6 +44,7 @@ def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], t
                         file.write(json.dumps(_to_json(step, number, rollout, tokenizer), ensure_ascii=True, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+            scores_beside(path).unlink(missing_ok=True)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -14,8 +14,9 @@ from megatron_gptoss.config.schema import Config, TokenizerConfig
 from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import DataError, MachineError
 from megatron_gptoss.rollout.archive import read_archive, write_archive
+from megatron_gptoss.rollout.scores import scores_beside, write_scores
 from megatron_gptoss.rollout.versions import runs_of
-from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup, VersionRun
+from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup, SampleScores, VersionRun
 
 TINY = load_tokenizer(Config(tokenizer=TokenizerConfig(name="tiny")))
 ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(["\ud800", "\u2028", "\n", '"'])
@@ -101,6 +102,17 @@ def test_a_person_can_read_it(tmp_path):
         "labels": ["no-call", "right"],
     }
     assert {key: read[key] for key in wanted} == wanted
+
+
+def test_scores_of_rollouts_that_are_replaced_go_with_them(tmp_path):
+    """A resumed run does steps again. Of as many tokens, old scores would be shown as if they were the new rollouts'."""
+    path = tmp_path / "step-7.jsonl"
+    write_archive(path, 7, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)
+    write_scores(scores_beside(path), 7, [SampleScores("arithmetic/train/1#0", (1.0, 1.0), (-0.1, -0.2))])
+    write_archive(tmp_path / "step-8.jsonl", 8, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)
+    assert scores_beside(path).exists()
+    write_archive(path, 7, [RolloutGroup(PROMPT, (ROLLOUT,))], TINY)
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["step-7.jsonl", "step-8.jsonl"]
 
 
 def test_an_old_archive_has_a_version_an_assistant_turn(tmp_path):

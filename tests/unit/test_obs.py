@@ -67,6 +67,14 @@ def test_a_resumed_run_keeps_what_its_config_said_before(run):
     ]  # fmt: skip
 
 
+def test_rollouts_of_steps_that_a_resume_does_again_go(run):
+    kept = ["eval-step-20.jsonl", "step-20.jsonl", "step-20.scores.jsonl", "step-9.jsonl", "step-99.txt", "sub-step-99.jsonl"]
+    for name in (*kept, "eval-step-30.jsonl", "step-21.jsonl", "step-21.scores.jsonl", "step-100.jsonl"):
+        (run.rollouts / name).write_text("")
+    RunDir.resume(run.path, Config(), step=20)
+    assert sorted(file.name for file in run.rollouts.iterdir()) == kept
+
+
 def test_the_latest_checkpoint_is_the_highest_complete_one(run):
     assert latest_checkpoint(run.path) is None
     for name in ("step-000009", "step-1000000", "step-2000000", ".tmp-step-3000000", "step-x"):
