@@ -46,16 +46,19 @@ class Pieces:
 def write_page(
     name: str, archives: Sequence[Archive], tokenizer: Tokenizer, out: Path, *, tokens: int = TOKENS, bar: Bar | None = None
 ) -> None:
-    """`name`: the run's, a title. `tokens`: about how many the page may show, divided evenly over the archives; at least a group of each.
+    """`name`: the run's, a title. `tokens`: about how many the page may show, divided evenly over the archives; at least a group of the
+    last. Where a share holds no whole group, it is saved up until it does: then some steps show none.
 
     DataError for an archive that cannot be read, MachineError when the disk is full.
     """
-    pieces, steps, blocks = Pieces(), [], []
-    for archive in archives:
+    pieces, steps, blocks, used = Pieces(), [], [], 0
+    for done, archive in enumerate(reversed(archives), start=1):  # the page opens with the last, so that has the first share
         groups = [list(each) for _, each in groupby(archive.read(tokenizer), key=lambda t: t.group)]
-        shown = spread(groups, [sum(len(t.rollout.token_ids) for t in group) for group in groups], tokens // len(archives))
-        steps.append(_summary(archive, groups, shown))
-        blocks.append((archive.key, {"groups": [_group(group, pieces) for group in shown]}))
+        sizes = [sum(len(t.rollout.token_ids) for t in group) for group in groups]
+        shown = spread(groups, sizes, tokens * done // len(archives) - used, at_least=int(done == 1))
+        used += sum(len(t.rollout.token_ids) for group in shown for t in group)
+        steps.insert(0, _summary(archive, groups, shown))
+        blocks.insert(0, (archive.key, {"groups": [_group(group, pieces) for group in shown]}))
         if bar is not None:
             bar.advance()
     run = {"name": name, "steps": steps, "prompts": _met_again(blocks), "hues": HUES, "versions": VERSIONS}
@@ -79,10 +82,10 @@ def _met_again(blocks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, list[s
     return {prompt: keys for prompt, keys in found.items() if len(keys) > 1}
 
 
-def spread(groups: Sequence[list[Transcript]], sizes: Sequence[int], budget: int) -> list[list[Transcript]]:
-    """As many whole groups as the budget holds, evenly over the step, at least one of a step that has any."""
+def spread(groups: Sequence[list[Transcript]], sizes: Sequence[int], budget: int, *, at_least: int = 1) -> list[list[Transcript]]:
+    """As many whole groups as the budget holds, evenly over the step."""
     count = len(groups)
-    while count > 1 and sum(sizes[i] for i in _evenly(count, len(groups))) > budget:
+    while count > at_least and sum(sizes[i] for i in _evenly(count, len(groups))) > budget:
         count -= 1
     return [groups[i] for i in _evenly(count, len(groups))]
 
@@ -100,7 +103,7 @@ def _summary(archive: Archive, groups: Sequence[list[Transcript]], shown: Sequen
         "key": archive.key,
         "step": archive.step,
         "heldOut": archive.held_out,
-        "mean": _number(math.fsum(rewards) / len(rewards)) if rewards else None,
+        "mean": _number(sum(rewards) / len(rewards)) if rewards else None,  # math.fsum raises at inf - inf
         "rollouts": len(every),
         "groups": len(groups),
         "shownGroups": len(shown),

@@ -40,6 +40,11 @@ def page_of(run, **how) -> str:
     return (run / "page.html").read_text()
 
 
+def page_of_folder(folder, **how) -> str:
+    write_page("a run", archives(folder), TINY, folder / "page.html", **how)
+    return (folder / "page.html").read_text()
+
+
 class Elements(HTMLParser):
     def __init__(self, page: str):
         super().__init__()
@@ -112,9 +117,24 @@ def test_a_budget_is_kept_with_whole_groups_evenly_over_the_step(sizes, budget):
 def test_a_step_that_is_sampled_says_of_how_many_and_means_are_of_all(run):
     data = dict(blocks_of(page_of(run, tokens=1)))
     by_key = {step["key"]: step for step in data["run"]["steps"]}
-    assert (by_key["train-1"]["shown"], by_key["train-1"]["rollouts"]) == (2, 4)
-    assert (by_key["train-1"]["shownGroups"], by_key["train-1"]["groups"]) == (1, 2)
-    assert by_key["train-1"]["mean"] == 0.75 and len(data["train-1"]["groups"]) == 1
+    assert (by_key["train-2"]["shown"], by_key["train-2"]["rollouts"]) == (2, 4)
+    assert (by_key["train-2"]["shownGroups"], by_key["train-2"]["groups"]) == (1, 2)
+    assert by_key["train-2"]["mean"] == 0.75 and len(data["train-2"]["groups"]) == 1
+    assert (by_key["train-1"]["shown"], by_key["train-1"]["rollouts"], by_key["train-1"]["mean"]) == (0, 4, 0.75)
+    assert data["train-1"] == {"groups": []}, "a budget that holds nothing holds one group of the last step"
+
+
+def test_a_long_run_of_long_rollouts_stays_within_the_budget_and_shows_its_last_step(run, tmp_path):
+    for step in range(1, 41):
+        write_archive(tmp_path / "rollouts" / f"step-{step}.jsonl", step, a_step(), TINY)
+    sizes = [sum(len(r.token_ids) for r in g.rollouts) for g in a_step()]
+    budget = 10 * sizes[0]  # a group of every fourth step
+    data = dict(blocks_of(page_of_folder(tmp_path, tokens=budget)))
+    shown = [step["step"] for step in data["run"]["steps"] if step["shown"]]
+    assert [step["step"] for step in data["run"]["steps"]] == list(range(1, 41)) and shown[-1] == 40
+    assert 9 <= len(shown) <= 11 and max(b - a for a, b in pairwise([0, *shown])) <= 8, "no gap of more than two shares"
+    assert sum(len(r["t"]) for step in shown for g in data[f"train-{step}"]["groups"] for r in g["rollouts"]) <= budget
+    assert all(step["rollouts"] == 4 and step["mean"] == 0.75 for step in data["run"]["steps"])
 
 
 def test_what_cannot_be_read_or_written_is_one_message(run, tmp_path):

@@ -39,7 +39,8 @@ const bytes = text => JSON.stringify(text).slice(1, -1);
 // ---- colours: the scale is that of shades.py
 
 function strength(value, limit) {
-  if (value === "nan" || value === "inf" || value === "-inf") return 1;
+  if (value === "nan" || value === "inf") return 1;
+  if (value === "-inf") return -1;
   if (typeof value !== "number" || !(limit > 0) || value === 0) return 0;
   return Math.sign(value) * Math.sqrt(Math.min(Math.abs(value) / limit, 1));
 }
@@ -63,7 +64,8 @@ function matching(group) {
     && (text === "" || group.prompt.includes(text) || group.id.includes(text) || textOf(r).includes(text)));
 }
 const textOf = r => (r.text ??= r.t.map(n => pieces[n][1]).join(""));
-const largest = group => Math.max(0, ...group.rollouts.flatMap(r => real(r.mm).map(Math.abs)));
+const extremes = list => list.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]); // of any length
+const largest = group => group.rollouts.reduce((most, r) => Math.max(most, ...extremes(real(r.mm).map(Math.abs)).slice(1)), 0);
 const meanReward = group => group.rollouts.reduce((sum, r) => sum + finite(r.reward), 0) / group.rollouts.length;
 
 function groupsShown() {
@@ -89,7 +91,7 @@ function first() {
 }
 function fromHash() {
   const [key, group, index, by] = decodeURIComponent(location.hash.slice(1)).split("/");
-  if (by in MEASURES) state.by = by;
+  if (Object.hasOwn(MEASURES, by)) state.by = by;
   state.key = summary(key) ? key : (run.steps.filter(s => !s.heldOut).at(-1) ?? run.steps.at(-1)).key;
   [state.group, state.index] = [Number(group), Number(index)];
   if (key !== state.key || !chosen().rollout) first();
@@ -220,7 +222,8 @@ function drawGroups() {
       style: { "--tone": tone(r.reward) }, "aria-current": group.g === state.group && r.i === state.index,
       onclick: () => go({ group: group.g, index: r.i }),
     })))));
-  $("groups").replaceChildren(...(list.length ? list : [el("div", { className: "none", textContent: "Nothing matches these filters." })]));
+  const nothing = summary(state.key).shown ? "Nothing matches these filters." : "This page had no room for this step (--max-tokens).";
+  $("groups").replaceChildren(...(list.length ? list : [el("div", { className: "none", textContent: nothing })]));
   $("groups").querySelector(".here")?.scrollIntoView({ block: "nearest" });
 }
 
@@ -235,7 +238,7 @@ function drawRollout() {
     ["advantage", span(rollout.adv, signed)], ["largest mismatch", extreme(rollout.mm)],
     ...rollout.parts.map(([name, value]) => [name, number(value)]),
   ];
-  const others = (run.prompts[group.id] ?? []).filter(key => key !== state.key);
+  const others = (Object.hasOwn(run.prompts, group.id) ? run.prompts[group.id] : []).filter(key => key !== state.key);
   $("rollout").replaceChildren(
     el("header", {}, el("h2", { textContent: `${group.id} #${rollout.i}` }),
       el("span", { className: "pill", textContent: `reward ${number(rollout.reward)}`, style: { "--tone": tone(rollout.reward) } }),
@@ -253,7 +256,7 @@ function drawRollout() {
 function span(list, show) {
   const known = real(list);
   if (!known.length) return "not known";
-  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const [low, high] = extremes(known);
   return low === high ? show(low) : `${show(low)} to ${show(high)}`;
 }
 function extreme(list) {
