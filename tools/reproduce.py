@@ -5,9 +5,10 @@
     python tools/reproduce.py --draw                                      the figures and tables again, from what is kept
 
 In: configuration files and flags, which go to every run. Out: of each run the few metrics that the figures need, docs/reproduction/*.jsonl,
-and one figure for each question with a table in docs/reproduction.md. All runs begin from one warm start, made first when there is none. A
-run whose metrics are kept, with the same flags and steps, is not made again; after `--minutes` what runs is stopped, kept as far as it
-came, and made again by the next call. What the figures say in words is written by hand, between the tables.
+and one figure for each question with a table in docs/reproduction.md; of the long run also whether it met its bars, and the timeline of its
+last steps (with --run.trace_steps=3). All runs begin from one warm start, made first when there is none. A run whose metrics are kept, with
+the same values, flags and steps, is not made again; after `--minutes`, and at Ctrl-C, what runs is stopped, kept as far as it came, and
+made again by the next call. What is kept never gives way to less. What figures say in words is written by hand, between the tables.
 
 A setting is a layer of flags over the configuration. Several runs share a GPU (--jobs) when each engine's share is small: by default
 each then takes 0.6 of a GPU over the jobs on it, less its trainer.
@@ -15,7 +16,10 @@ each then takes 0.6 of a GPU over the jobs on it, less its trainer.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
+import math
 import os
 import queue
 import signal
@@ -23,9 +27,10 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -39,7 +44,8 @@ from megatron_gptoss.obs.curves import Panel, Rows, draw_curves
 from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
 from megatron_gptoss.obs.metrics import read_metrics
 from megatron_gptoss.obs.report import points
-from megatron_gptoss.obs.run_dir import RunDir
+from megatron_gptoss.obs.run_dir import RunDir, write_atomic
+from megatron_gptoss.obs.spans import STEP, TRACE, chrome_trace_spans, crowds, shares, table_rows, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("step", "reward/mean", "eval/success", "grad/norm", "policy/entropy", "policy/kl_ref", "policy/clip_fraction",
@@ -61,6 +67,8 @@ COMMON = ("--run.save_every=0", "--run.save_at_end=false", "--run.archive_scores
 NOISE = "--diagnose.routing_noise=0.1"
 ANOTHER_MODEL = "--parity.enabled=false"  # the trainer is wrong on purpose, and the self-test would say so
 STARTING, START_APART_S = threading.Lock(), 3.0
+FINISHED, STOPPED, FAILED = "finished", "out of time", "failed"
+LONG = "main"  # the setting whose run has bars to meet, and a timeline
 
 
 @dataclass(frozen=True)
@@ -125,17 +133,29 @@ class Kept:
     setting: str
     seed: int
     steps: int  # that the run was to have
-    finished: bool
-    made_from: list[str]  # configuration files by name, and flags
+    ended: str  # FINISHED, STOPPED or FAILED
+    seconds: float  # from its start to its end, engines and all; without the warm start
+    warm: str  # which warm start it began from: a mark of its records
+    made_from: list[str]  # configuration files by name and values, and flags
     rows: list[dict[str, Any]]
 
-    def write(self, folder: Path) -> Path:
+    @property
+    def name(self) -> str:
+        return f"{self.setting}-{self.seed}"
+
+    def write(self, folder: Path) -> bool:
+        """False, and nothing is written, where a run is kept that came further."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{self.setting}-{self.seed}.jsonl"
-        about = {k: getattr(self, k) for k in ("setting", "seed", "steps", "finished", "made_from")}
+        file = folder / f"{self.name}.jsonl"
+        if self.ended != FINISHED and file.exists():
+            before = read_kept(file)
+            if before.ended == FINISHED or len(before.rows) > len(self.rows):
+                return False
+        about = asdict(self)
+        del about["rows"]
         rows = [{k: _short(v) for k, v in row.items() if k in KEPT} for row in self.rows]
-        file.write_text("".join(json.dumps(each) + "\n" for each in (about, *rows)))
-        return file
+        write_atomic(file, "".join(json.dumps(each) + "\n" for each in (about, *rows)))
+        return True
 
 
 def _short(value: Any) -> Any:
@@ -144,12 +164,11 @@ def _short(value: Any) -> Any:
 
 
 def read_kept(file: Path) -> Kept:
-    about, *lines = file.read_text().splitlines()
-    rows = [{k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in json.loads(line).items()} for line in lines]
     try:
-        return Kept(rows=rows, **json.loads(about))
-    except TypeError as error:
-        raise DataError(f"{file} does not begin with a line about its run: {error}.") from None
+        about, *rows = map(json.loads, file.read_text().splitlines())
+        return Kept(rows=[{k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()} for row in rows], **about)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} is no line about a run with a line for each of its steps below: {error}. Remove it.") from None
 
 
 def kept_runs(folder: Path) -> dict[str, list[Kept]]:
@@ -187,7 +206,7 @@ class Plan:
         return [*COMMON, *short, *self.flags, *(dense_flags(self.configs, self.flags) if setting.warm == "dense" else ()), *setting.flags]
 
     def made_from(self, name: str) -> list[str]:
-        return [*(Path(c).name for c in self.configs), *self.layer(name)]
+        return [*map(values_of, self.configs), *self.layer(name)]
 
     @property
     def left_s(self) -> float:
@@ -198,6 +217,12 @@ def config_of(configs: Sequence[str], flags: Sequence[str]) -> Config:
     return load(*parse_flags([*configs, *flags])).config
 
 
+def values_of(config: str) -> str:
+    """small_h200.toml@1f0c9ab2: another mark when a value in it has changed, comments and order aside."""
+    values = tomllib.loads(Path(config).read_text(encoding="utf-8"))
+    return f"{Path(config).name}@{hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]}"
+
+
 def dense_flags(configs: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Two experts that every token visits, together as wide as all: as many parameters, and nothing to choose. Megatron refuses one."""
     model = config_of(configs, flags).model
@@ -205,25 +230,31 @@ def dense_flags(configs: Sequence[str], flags: Sequence[str]) -> list[str]:
     return ["--model.num_local_experts=2", "--model.num_experts_per_tok=2", f"--model.intermediate_size={half}"]
 
 
-def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int:
-    """Run it to its end or to the deadline; -1 for the latter. Its processes do not outlive it."""
+def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int | None:
+    """Run it to its end or to the deadline; None for the latter. Its processes do not outlive it."""
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(slot % plan.gpus)} if plan.gpus else {})
     command = [sys.executable, "-m", "megatron_gptoss.cli", *arguments, f"--cluster.first_port={29500 + 200 * slot}"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        with STARTING:  # Ray's heads that start in one moment reach for the same ports
-            time.sleep(START_APART_S if plan.jobs > 1 else 0)
         child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            return child.wait(timeout=max(plan.left_s, 0.1))
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGINT)  # as Ctrl-C: it ends its engines and trainer
+        while plan.left_s > 0:  # Ctrl-C makes the deadline now
             try:
-                child.wait(timeout=20)
+                return child.wait(timeout=min(plan.left_s + 0.01, 0.5))
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            return -1
+                continue
+        child.send_signal(signal.SIGINT)  # as Ctrl-C: it ends its engines and trainer
+        try:
+            child.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # its keeper (loop/orphans.py) ends the rest
+            child.wait()
+        return None
+
+
+def start_apart(plan: Plan) -> None:
+    """Ray's heads that start in one moment reach for the same ports."""
+    with STARTING:
+        time.sleep(START_APART_S if plan.jobs > 1 and plan.left_s > 0 else 0)
 
 
 def make_warm_start(plan: Plan, kind: str) -> str:
@@ -233,11 +264,16 @@ def make_warm_start(plan: Plan, kind: str) -> str:
         put_aside(run)
         extra = dense_flags(plan.configs, plan.flags) if kind == "dense" else []
         arguments = ["sft", *plan.configs, *plan.flags, *extra, f"--run.dir={plan.runs}", f"--run.name={name}", "--run.id=0"]
-        began, slot = time.monotonic(), plan.slots.get()
-        code = gptoss(plan, arguments, log, slot)
-        plan.slots.put(slot)
-        if code:
-            return f"{name} ended with {code}, and no run can begin from it: {tail(log)}"
+        slot = plan.slots.get()
+        try:
+            start_apart(plan)
+            began = time.monotonic()
+            code = gptoss(plan, arguments, log, slot)
+        finally:
+            plan.slots.put(slot)
+        if code != 0:
+            how = f"ended with {code}" if code is not None else "was stopped by the deadline"
+            return f"{name} {how}, and no run can begin from it: {tail(log)}"
         print(f"{name}: {time.monotonic() - began:.0f} s; {last_line(log, 'copies right')}", flush=True)
     plan.warm[kind] = run
     return ""
@@ -253,21 +289,42 @@ def make_run(plan: Plan, name: str, seed: int) -> str:
         put_aside(run)
         arguments = ["train", *plan.configs, *plan.layer(name), f"--run.dir={plan.runs}", f"--run.name={name}", f"--run.id={seed}",
                      f"--run.seed={seed}", f"--run.steps={plan.steps_of(setting)}", "--init", str(plan.warm[setting.warm])]  # fmt: skip
+        start_apart(plan)
         began = time.monotonic()
         code = gptoss(plan, [*arguments, *share_flags(plan)], log, slot)
         seconds = time.monotonic() - began
         file = RunDir(run).metrics_file
         rows = read_metrics(file) if file.exists() else []
-        finished = code == 0
-        if any("reward/mean" in row for row in rows):
-            Kept(name, seed, plan.steps_of(setting), finished, plan.made_from(name), rows).write(plan.out)
-        print(f"{name}, seed {seed}: {seconds:.0f} s, {summary(rows)}{'' if finished else ', not finished'}", flush=True)
-        if finished:
+        ended = FINISHED if code == 0 else STOPPED if code is None else FAILED
+        warm = mark_of(plan.warm[setting.warm])
+        kept = Kept(name, seed, plan.steps_of(setting), ended, round(seconds, 1), warm, plan.made_from(name), rows)
+        less = any("reward/mean" in row for row in rows) and not keep(plan, kept, run)
+        words = ", ".join(
+            [f"{seconds:.0f} s", summary(rows), *([ended] if code != 0 else []), *(["less than is kept, which stays"] * less)]
+        )
+        print(f"{name}, seed {seed}: {words}", flush=True)
+        if code == 0:
             plan.longest_s = max(plan.longest_s, seconds)
             return ""
-        return f"{name}, seed {seed}: {'stopped by the deadline' if code == -1 else f'ended with {code}: {tail(log)}'}"
+        return f"{name}, seed {seed}: {'stopped by the deadline' if code is None else f'ended with {code}: {tail(log)}'}"
     finally:
         plan.slots.put(slot)
+
+
+def mark_of(warm: Path) -> str:
+    """Two warm starts of the same seed differ on a GPU. Their records have times in them, so these always do."""
+    file = RunDir(warm).metrics_file
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8] if file.exists() else ""
+
+
+def keep(plan: Plan, kept: Kept, run: Path) -> bool:
+    """Its metrics, and of a traced long run its last steps, also when it was stopped before it wrote them. False: more is kept already."""
+    if not kept.write(plan.out):
+        return False
+    trace_steps = config_of(plan.configs, plan.flags).run.trace_steps
+    if kept.setting == LONG and trace_steps and write_trace(run, trace_steps):
+        (plan.out / f"{kept.name}.trace.json.gz").write_bytes(gzip.compress((run / TRACE).read_bytes(), mtime=0))
+    return True
 
 
 def share_flags(plan: Plan) -> list[str]:
@@ -292,7 +349,7 @@ def is_done(plan: Plan, name: str, seed: int) -> bool:
     if not file.exists():
         return False
     kept = read_kept(file)
-    return kept.finished and kept.steps == plan.steps_of(SETTINGS[name]) and kept.made_from == plan.made_from(name)
+    return kept.ended == FINISHED and kept.steps == plan.steps_of(SETTINGS[name]) and kept.made_from == plan.made_from(name)
 
 
 def run_all(plan: Plan, names: Sequence[str], seeds: Sequence[int]) -> list[str]:
@@ -303,9 +360,18 @@ def run_all(plan: Plan, names: Sequence[str], seeds: Sequence[int]) -> list[str]
         plan.slots.put(slot)
     kinds = list(dict.fromkeys(SETTINGS[name].warm for name, _ in todo))
     with ThreadPoolExecutor(plan.jobs) as pool:
-        problems = list(pool.map(lambda kind: make_warm_start(plan, kind), kinds))
-        ready = [(name, seed) for name, seed in todo if SETTINGS[name].warm in plan.warm]
-        problems += pool.map(lambda pair: make_run(plan, *pair), ready)
+        warm = {kind: pool.submit(make_warm_start, plan, kind) for kind in kinds}  # before all runs, so no run waits for one behind it
+
+        def when_warm(name: str, seed: int) -> str:
+            return "" if warm[SETTINGS[name].warm].result() else make_run(plan, name, seed)
+
+        runs = [pool.submit(when_warm, name, seed) for name, seed in todo]
+        try:
+            problems = [each.result() for each in (*warm.values(), *runs)]
+        except BaseException:
+            plan.deadline = -math.inf  # what runs is stopped and kept, and nothing begins any more
+            pool.shutdown(cancel_futures=True)
+            raise
     return [problem for problem in problems if problem]
 
 
@@ -315,6 +381,42 @@ def tail(log: Path, lines: int = 12) -> str:
 
 def last_line(log: Path, words: str) -> str:
     return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if words in line), "")
+
+
+# ---- bars of the long run ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    words: str
+    met: bool
+    found: str
+
+
+def bars(kept: Kept) -> list[Bar]:
+    """What a stable run of everything on has to show. A value that is missing or not a number meets nothing."""
+    steps = [row for row in kept.rows if row["step"] > 0 and "reward/mean" in row]
+    success = [(row["step"], row["eval/success"]) for row in kept.rows if "eval/success" in row]
+    measured = len(success) > 1 and success[0][0] == 0
+    rise = success[-1][1] - success[0][1] if measured else math.nan
+    ratio, k3 = (_largest([row.get(name, math.nan) for row in steps]) for name in ("policy/ratio_max_abs_dev", "mismatch/k3"))
+    return [
+        Bar("at least 150 steps in one run of at most 9 minutes, engine start included", len(steps) >= 150 and kept.seconds <= 540,
+            f"{len(steps)} steps in {kept.seconds:.0f} s"),
+        Bar("held-out success rises by at least 0.3 over the warm start", rise >= 0.3,
+            f"{success[0][1]:.3f} -> {success[-1][1]:.3f}, after step {success[-1][0]}" if measured else "not measured at both ends"),
+        Bar("`policy/ratio_max_abs_dev` is 0.0 at every step", ratio == 0.0, f"largest {ratio:.3g}"),
+        Bar("`mismatch/k3` is below 0.002 at every step", k3 < 0.002, f"largest {k3:.3g}"),
+    ]  # fmt: skip
+
+
+def _largest(values: Sequence[float]) -> float:
+    """nan where one is nan, or there is none."""
+    return math.nan if not values or any(math.isnan(value) for value in values) else max(values)
+
+
+def bar_lines(kept: Kept) -> list[str]:
+    return [f"{'met' if bar.met else 'NOT MET'}: {bar.words} ({bar.found})" for bar in bars(kept)]
 
 
 def summary(rows: Rows) -> str:
@@ -344,8 +446,44 @@ def draw(folder: Path, page: Path) -> list[Path]:
         labels = {SETTINGS[name].words: [kept.rows for kept in of] for name, of in shown.items()}
         figures.append(folder / f"{letter}.png")
         draw_curves(f"({letter}) {question.title}", labels, PANELS, figures[-1])
-        write_block(page, letter, table(shown, page, figures[-1]))
+        text = [table(shown, page, figures[-1]), *unlike(shown)]
+        text += [f"\nSeed {kept.seed}:\n\n" + "\n".join(f"- {line}" for line in bar_lines(kept)) for kept in shown.get(LONG, ())]
+        write_block(page, letter, f"({letter}) {question.title}", "\n".join(text))
+    traces = [file for kept in runs.get(LONG, ()) if (file := folder / f"{kept.name}.trace.json.gz").exists()]
+    if traces:
+        write_block(page, "timeline", "The step's timeline", timeline(traces[0], page))
     return figures
+
+
+def unlike(shown: Mapping[str, Sequence[Kept]]) -> list[str]:
+    """Said below a table whose runs differ in more than its question."""
+    made: dict[tuple[str, ...], list[str]] = {}
+    warm: dict[tuple[str, str], list[str]] = {}
+    for kept in (kept for of in shown.values() for kept in of):
+        setting = SETTINGS[kept.setting]
+        common = [word for word in kept.made_from if word not in setting.flags and not word.startswith("--model.")]
+        made.setdefault((str(kept.steps), *common), []).append(kept.name)
+        warm.setdefault((setting.warm, kept.warm), []).append(kept.name)
+    lines = []
+    if len(made) > 1:
+        lines.append(f"\n**Made with other values, flags or steps than each other:** {'; '.join(', '.join(of) for of in made.values())}.")
+    if len(warm) > len({kind for kind, _ in warm}):
+        lines.append(f"\n**Begun from different warm starts:** {'; '.join(', '.join(of) for of in warm.values())}.")
+    return lines
+
+
+def timeline(trace: Path, page: Path) -> str:
+    """Where the time of the traced steps went: the driver's three largest parts by name, then everything."""
+    spans = chrome_trace_spans(json.loads(gzip.decompress(trace.read_bytes())))
+    found, steps = shares(spans), [span for span in spans if span.name.startswith(STEP)]
+    parts = sorted((share for share in found if share.process == "driver" and len(share.path) == 1), key=lambda share: -share.seconds)
+    largest = ", ".join(f"{share.path[0]} {1e3 * share.seconds:.0f} ms ({share.of_step:.0%})" for share in parts[:3])
+    mean_ms = sum(span.duration_us for span in steps) / 1e3 / len(steps)
+    rows = table_rows(found, crowds(spans))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"[{trace.name}]({os.path.relpath(trace, page.parent)}) holds the last {len(steps)} steps of {trace.name.split('.')[0]}. Of a "
+             f"step's {mean_ms:.0f} ms the three largest parts are: {largest}.", ""]  # fmt: skip
+    return "\n".join([*lines, "```", *(f"{name:{width}}  {words}".rstrip() for name, words in rows), "```"])
 
 
 COLUMNS = ("setting", "seeds", "steps", "held-out before", "after", "reward, last 10", "gradient norm, median", "largest",
@@ -366,28 +504,34 @@ def _cells(kept: Kept) -> list[str]:
     def of(name: str) -> list[float]:
         return [value for _, value in points(kept.rows, name)]
 
+    def largest(name: str) -> str:
+        """Of all that was measured, nan and inf too."""
+        return show([row[name] for row in kept.rows if isinstance(row.get(name), int | float)], _largest)
+
     def show(values: Sequence[float], how: Any, digits: str = ".3g") -> str:
         return format(how(values), digits) if values else "-"
 
     success = of("eval/success")
     last = max((row["step"] for row in kept.rows), default=0)
     average = lambda values: sum(values) / len(values)  # noqa: E731
+    without = sum(bool(row.get("train/skipped")) for row in kept.rows)
+    remarks = [*([kept.ended] if kept.ended != FINISHED else []), *([f"{without} without update"] if without else [])]
     return [
-        f"{last}{'' if kept.finished else ' (stopped)'}",
+        f"{last}{f' ({", ".join(remarks)})' if remarks else ''}",
         show(success, lambda v: v[0], ".3f"),
         show(success[1:], lambda v: v[-1], ".3f"),
         show(of("reward/mean")[-10:], average, ".3f"),
         show(of("grad/norm"), median),
-        show(of("grad/norm"), max),
+        largest("grad/norm"),
         show(of("mismatch/k3"), median),
-        show(of("mismatch/k3"), max),
+        largest("mismatch/k3"),
         show(of("mismatch/log_ppl_abs_diff")[-10:], average),
         show(of("policy/clip_fraction"), average),
-        show(of("policy/ratio_max_abs_dev"), max),
+        largest("policy/ratio_max_abs_dev"),
     ]
 
 
-def write_block(page: Path, name: str, text: str) -> None:
+def write_block(page: Path, name: str, title: str, text: str) -> None:
     """Between its two marks in the page; what stands outside of marks is a person's, and stays."""
     begin, end = f"<!-- {name}: made by tools/reproduce.py -->", f"<!-- {name}: end -->"
     old = page.read_text() if page.exists() else ""
@@ -396,8 +540,9 @@ def write_block(page: Path, name: str, text: str) -> None:
     if found and not ended:
         raise DataError(f"{page} has the mark {begin!r} but not {end!r} after it. Put it back.")
     if not found:
-        before, after = old + f"\n## ({name}) {QUESTIONS[name].title}\n\n", "\n"
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+        before, after = old + f"\n## {title}\n\n", "\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, f"{before}{begin}\n{text}\n{end}{after}")
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------------------------
@@ -429,6 +574,8 @@ def main(
     problems: list[str] = []
     try:
         if not only_draw:
+            for stop in (signal.SIGINT, signal.SIGTERM):  # heard also where a shell put this into the background, and then by the runs too
+                signal.signal(stop, signal.default_int_handler)
             configs, flags = parse_flags(arguments or [])
             if not configs:
                 raise ConfigError("which configuration? Example: python tools/reproduce.py configs/small_h200.toml")
@@ -436,9 +583,13 @@ def main(
             texts = [f"--{flag.key}={flag.text}" for flag in flags]
             deadline = time.monotonic() + (60 * minutes or 1e9)
             plan = Plan(absolute, texts, runs.resolve(), out.resolve(), steps, jobs, gpus, deadline)
+            if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
+                raise ConfigError(f"--seeds {seeds!r} should be whole numbers with commas, such as 0,1.")
             problems = run_all(plan, chosen(only), [int(seed) for seed in seeds.split(",")])
         for figure in draw(out, page):
             print(figure)
+        for kept in kept_runs(out).get(LONG, ()):
+            print(*(f"{kept.name}: {line}" for line in bar_lines(kept)), sep="\n")
     except GptossError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

@@ -78,7 +78,9 @@ def _draw_panel(ax: Axes, panel: Panel, runs: Mapping[str, Sequence[Rows]]) -> N
             steps, values = zip(*together, strict=True)
             ax.plot(steps, running_mean(values, panel.smooth), color=colour, linewidth=2.0)
     if not drawn:
-        ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes, color="#9aa0a6")
+        measured = any(points([dict(row) for row in rows], panel.metric) for seeds in runs.values() for rows in seeds)
+        words = "0 at every step" if measured else "not measured"
+        ax.text(0.5, 0.5, words, ha="center", va="center", transform=ax.transAxes, color="#9aa0a6")
     elif panel.logarithmic:
         ax.set_yscale("log")
 

@@ -14,11 +14,13 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_gptoss.obs.disk import disk_errors
 
 STEP = "step "  # a span of the driver with this name and a number is a step; everything is measured against these
 FOLDER, TRACE = "trace", "trace.json"  # in a run directory
@@ -121,6 +123,21 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+def chrome_trace_spans(trace: Mapping[str, Any]) -> list[Span]:
+    """What `chrome_trace` was made of, from 0 on."""
+    events = trace["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
+    spans = [
+        Span(names[event["pid"]], event["name"], event["ts"], event["dur"])
+        if event["ph"] == "X"
+        else Span(names[event["pid"]], event["name"], event["ts"], ends[event["id"]] - event["ts"], True)
+        for event in events
+        if event["ph"] in "Xb"
+    ]
+    return sorted(spans, key=lambda span: (span.start_us, -span.duration_us))
+
+
 @dataclass(frozen=True)
 class Share:
     """Of all spans with one path of names in one process, per step."""
@@ -214,5 +231,6 @@ def write_trace(run_dir: Path, last_steps: int) -> list[tuple[str, str]]:
     spans = of_last_steps(read_spans(run_dir / FOLDER), last_steps)
     if not spans:
         return []
-    (run_dir / TRACE).write_text(json.dumps(chrome_trace(spans)))
+    with disk_errors(run_dir / TRACE):
+        (run_dir / TRACE).write_text(json.dumps(chrome_trace(spans)))
     return table_rows(shares(spans), crowds(spans))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
 import importlib.util
 import json
 import math
+import signal
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,8 @@ from megatron_gptoss.config.load import load, parse_flags
 from megatron_gptoss.config.plan import Cluster, make_plan
 from megatron_gptoss.errors import ConfigError, DataError
 from megatron_gptoss.obs.curves import Panel, draw_curves, mean_of_seeds
+from megatron_gptoss.obs.spans import FOLDER
+from tests.helpers.runs import alive, tree, wait_for
 
 ROOT = Path(__file__).parents[2]
 SMALL = [str(ROOT / "configs" / "small_h200.toml")]
@@ -44,8 +52,12 @@ def rows(steps=12, slope=0.05, **changed):
     return made
 
 
-def keep(folder, name, seed=0, finished=True, **changed):
-    return reproduce.Kept(name, seed, 12, finished, ["x.toml"], rows(**changed)).write(folder)
+def kept(name="all-on", seed=0, *, steps=12, ended=reproduce.FINISHED, seconds=100.0, warm="w", made_from=("x.toml",), of=None, **changed):
+    return reproduce.Kept(name, seed, steps, ended, seconds, warm, list(made_from), rows(**changed) if of is None else of)
+
+
+def keep(folder, name, seed=0, **how):
+    assert kept(name, seed, **how).write(folder)
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------------------------------
@@ -106,25 +118,62 @@ def test_runs_beside_each_other_share_the_gpu_and_what_a_person_sets_stays(tmp_p
 
 def test_what_is_kept_is_small_and_comes_back(tmp_path):
     made = [*rows(3), {"step": 4, "grad/norm": math.nan, "mismatch/k3": 0.123456789, "rollout/tokens": 9.0}]
-    file = reproduce.Kept("all-on", 1, 4, False, ["x.toml", "--a.b=1"], made).write(tmp_path)
-    kept = reproduce.read_kept(file)
-    assert (kept.setting, kept.seed, kept.steps, kept.finished, kept.made_from) == ("all-on", 1, 4, False, ["x.toml", "--a.b=1"])
-    assert kept.rows[1]["reward/mean"] == pytest.approx(0.35)
-    assert math.isnan(kept.rows[4]["grad/norm"]) and kept.rows[4]["mismatch/k3"] == 0.12346
-    assert set().union(*kept.rows) <= set(reproduce.KEPT)
+    written = kept("all-on", 1, steps=4, ended=reproduce.FAILED, made_from=["x.toml", "--a.b=1"], of=made)
+    assert written.write(tmp_path)
+    (read,) = reproduce.kept_runs(tmp_path)["all-on"]
+    assert replace(read, rows=[]) == replace(written, rows=[]) and read.name == "all-on-1"
+    assert read.rows[1]["reward/mean"] == pytest.approx(0.35)
+    assert math.isnan(read.rows[4]["grad/norm"]) and read.rows[4]["mismatch/k3"] == 0.12346
+    assert set().union(*read.rows) <= set(reproduce.KEPT)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stays"),
+    [
+        (("finished", 12), ("out of time", 5), True),
+        (("finished", 12), ("failed", 20), True),
+        (("out of time", 9), ("out of time", 5), True),
+        (("out of time", 9), ("failed", 9), False),
+        (("failed", 9), ("finished", 12), False),
+        (("finished", 20), ("finished", 12), False),
+    ],
+)
+def test_what_is_kept_never_gives_way_to_less(tmp_path, before, after, stays):
+    for ended, steps in (before, after):
+        wrote = kept(ended=ended, of=rows(steps)).write(tmp_path)
+    (read,) = reproduce.kept_runs(tmp_path)["all-on"]
+    assert wrote != stays and (read.ended, len(read.rows) - 1) == (before if stays else after)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"setting": "all-on"}\n', '{"setting": "all-on", "se', "[]\n", "5\n6\n"])
+def test_a_file_that_is_no_run_is_named(tmp_path, text):
+    (tmp_path / "all-on-0.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"all-on-0\.jsonl is no line about a run"):
+        reproduce.kept_runs(tmp_path)
 
 
 def test_only_a_finished_run_with_the_same_flags_is_done(tmp_path):
     of = plan(tmp_path)
     assert not reproduce.is_done(of, "none", 0)
-    for finished, steps, flags, done in [
-        (True, 60, of.made_from("none"), True),
-        (False, 60, of.made_from("none"), False),
-        (True, 30, of.made_from("none"), False),
-        (True, 60, [*of.made_from("none"), "--rl.lr=1.0"], False),
+    for ended, steps, flags, done in [
+        (reproduce.FAILED, 60, of.made_from("none"), False),
+        (reproduce.STOPPED, 60, of.made_from("none"), False),
+        (reproduce.FINISHED, 30, of.made_from("none"), False),
+        (reproduce.FINISHED, 60, [*of.made_from("none"), "--rl.lr=1.0"], False),
+        (reproduce.FINISHED, 60, of.made_from("none"), True),
     ]:
-        reproduce.Kept("none", 0, steps, finished, flags, rows(2)).write(of.out)
+        keep(of.out, "none", steps=steps, ended=ended, made_from=flags)
         assert reproduce.is_done(of, "none", 0) == done
+
+
+def test_a_changed_value_of_the_configuration_makes_it_another_run_and_a_comment_does_not(tmp_path):
+    own = tmp_path / "own.toml"
+    text = Path(SMALL[0]).read_text()
+    marks = []
+    for each in (text, text + "\n# a word\n", text.replace("operations = 5", "operations = 4")):
+        own.write_text(each)
+        marks.append(plan(tmp_path, configs=[str(own)]).made_from("none")[0])
+    assert marks[0] == marks[1] != marks[2] and marks[0].startswith("own.toml@")
 
 
 # ---- running, with a gptoss of our own ---------------------------------------------------------------------------------------------------
@@ -174,9 +223,10 @@ def test_seed_after_seed_from_one_warm_start_and_never_twice(tmp_path, calls):
     assert (of.runs / "none-0.unfinished-1").is_dir()
 
 
-def test_what_fails_is_said_and_the_rest_goes_on(tmp_path, calls):
+def test_what_fails_is_said_and_the_rest_goes_on(tmp_path, calls, monkeypatch):
     seen, fails = calls
     fails |= {"none", "warm-dense"}
+    monkeypatch.setattr(reproduce, "START_APART_S", 0.0)
     problems = reproduce.run_all(plan(tmp_path, jobs=2), ["all-on", "none", "dense"], [0])
     assert sorted(names(seen)) == ["all-on", "none", "warm-dense", "warm-moe"]
     assert [("none, seed 0: ended with 1" in p, "last words" in p) for p in problems if "warm" not in p.split()[0]] == [(True, True)]
@@ -192,13 +242,68 @@ def test_no_run_begins_that_would_not_end_in_time(tmp_path, calls):
     assert names(seen) == ["warm-moe"]
 
 
-def test_a_child_is_ended_at_the_deadline(tmp_path, monkeypatch):
-    of = plan(tmp_path, minutes=0.02)
-    real = reproduce.subprocess.Popen
-    monkeypatch.setattr(reproduce.subprocess, "Popen", lambda command, **how: real(["sleep", "60"], **how))
-    began = time.monotonic()
-    assert reproduce.gptoss(of, [], tmp_path / "log", 0) == -1
-    assert time.monotonic() - began < 30
+POPEN = subprocess.Popen
+
+
+def child(monkeypatch, script):
+    """gptoss is this script of Python."""
+    monkeypatch.setattr(reproduce.subprocess, "Popen", lambda _command, **how: POPEN([sys.executable, "-c", script], **how))
+
+
+def test_a_child_is_ended_at_the_deadline_as_by_ctrl_c(tmp_path, monkeypatch):
+    child(monkeypatch, "import time\ntry: print('begun', flush=True), time.sleep(60)\nexcept KeyboardInterrupt: print('ended in order')")
+    of, log = plan(tmp_path), tmp_path / "log"
+    with ThreadPoolExecutor(1) as thread:
+        code = thread.submit(reproduce.gptoss, of, [], log, 0)
+        wait_for(lambda: log.exists() and "begun" in log.read_text(), "the child")
+        of.deadline = time.monotonic()
+        assert code.result() is None
+    assert log.read_text() == "begun\nended in order\n"
+    child(monkeypatch, "raise SystemExit(7)")
+    assert reproduce.gptoss(plan(tmp_path), [], tmp_path / "log", 0) == 7
+
+
+def test_a_run_that_is_stopped_is_kept_as_far_as_it_came_and_says_so(tmp_path, calls, monkeypatch):
+    run_it = reproduce.gptoss
+    monkeypatch.setattr(reproduce, "gptoss", lambda of, a, log, slot: (run_it(of, a, log, slot), None if a[0] == "train" else 0)[1])
+    assert reproduce.run_all(plan(tmp_path), ["all-on"], [0]) == ["all-on, seed 0: stopped by the deadline"]
+    (read,) = reproduce.kept_runs(tmp_path / "out")["all-on"]
+    assert read.ended == "out of time" and read.rows[-1]["step"] == 3 and read.warm
+    assert not reproduce.is_done(plan(tmp_path), "all-on", 0)
+
+
+INTERRUPTED = """
+import importlib.util, sys
+specification = importlib.util.spec_from_file_location("reproduce", {tool!r})
+reproduce = sys.modules["reproduce"] = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(reproduce)
+from pathlib import Path
+real = reproduce.subprocess.Popen
+script = "import sys, time; open(sys.argv[1], 'a').write('begun '); time.sleep(120)"
+reproduce.subprocess.Popen = lambda command, **how: real([sys.executable, "-c", script, {seen!r}], **how)
+reproduce.START_APART_S = 0.0
+runs = Path({runs!r})
+reproduce.main([{config!r}], only="all-on,none,sequence", jobs=1, runs=runs, out=runs / "out", page=runs / "p.md")
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_what_runs_and_begins_nothing_more(tmp_path, how):
+    seen = tmp_path / "seen"
+    warm = tmp_path / "runs" / "warm-moe-0" / "checkpoints" / "step-1"
+    warm.mkdir(parents=True)
+    (warm / "COMPLETE").touch()
+    script = INTERRUPTED.format(
+        tool=str(ROOT / "tools" / "reproduce.py"), seen=str(seen), config=SMALL[0], runs=str(tmp_path / "runs")
+    )  # fmt: skip
+    # Deaf to Ctrl-C, as what a shell puts into the background is.
+    deaf = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.Popen([sys.executable, "-c", script], preexec_fn=deaf, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: seen.exists() or process.poll() is not None, "the first run")
+    family = tree(process.pid)
+    process.send_signal(how)
+    assert process.wait(timeout=60) != 0
+    assert seen.read_text() == "begun " and alive(family) == []
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------------------------------
@@ -215,6 +320,8 @@ def test_panels_hold_the_lines_of_all_seeds_and_their_mean(tmp_path):
     assert list(reward.lines[0].get_ydata()) == pytest.approx([0.3 + 0.05 * step for step in range(1, 13)])
     assert len(k3.lines) == 3 and k3.get_yscale() == "log"  # zeros have no place on it
     assert not nothing.lines and nothing.texts[0].get_text() == "not measured"
+    same = draw_curves("Title", {"one": [rows(**{"mismatch/k3": 0.0})]}, panels, tmp_path / "y.png").axes[1]
+    assert not same.lines and same.texts[0].get_text() == "0 at every step"
     assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == ["one", "other"]
 
 
@@ -228,14 +335,14 @@ def test_the_page_keeps_what_a_person_wrote(tmp_path):
     page.write_text("# Title\n\nBy hand.\n")
     for name in ("all-on", "sinks-ignored"):
         keep(folder, name)
-        keep(folder, name, seed=1, finished=False)
+        keep(folder, name, seed=1, ended=reproduce.STOPPED)
     assert reproduce.draw(folder, page) == [folder / "b.png"]
     text = page.read_text()
     assert text.startswith("# Title\n\nBy hand.\n\n## (b) Sinks ignored")
-    assert "| sinks ignored in the trainer | 0 1 | 12 12 (stopped) | 0.300 0.300 | 0.900 0.900 |" in text
+    assert "| sinks ignored in the trainer | 0 1 | 12 12 (out of time) | 0.300 0.300 | 0.900 0.900 |" in text
     assert "![figure](out/b.png)" in text
     page.write_text(text.replace("<!-- b: end -->", "<!-- b: end -->\n\nIt fell."))
-    keep(folder, "sinks-ignored", slope=0.0)
+    keep(folder, "sinks-ignored", of=rows(slope=0.0))
     reproduce.draw(folder, page)
     again = page.read_text()
     assert again.endswith("<!-- b: end -->\n\nIt fell.\n") and again.count("made by") == 1 and again != text
@@ -249,6 +356,118 @@ def test_a_comparison_of_one_is_not_drawn(tmp_path):
     assert reproduce.draw(tmp_path / "out", tmp_path / "page.md") == []
     keep(tmp_path / "out", "main")
     assert reproduce.draw(tmp_path / "out", tmp_path / "page.md") == [tmp_path / "out" / "a.png"]
+
+
+def test_a_row_of_the_table_worked_by_hand(tmp_path):
+    made = [{"step": 0, "eval/success": 0.25, "eval/other": 1.0}]
+    for step in range(1, 13):  # rewards 0.1 .. 1.2: the last ten have mean 0.75
+        made.append({"step": step, "reward/mean": step / 10, "mismatch/k3": step / 1000, "mismatch/log_ppl_abs_diff": step,
+                     "train/skipped": 0.0, "policy/clip_fraction": 0.5 * (step == 12),
+                     "policy/ratio_max_abs_dev": 0.25 * (step == 3)})  # fmt: skip
+    for row, norm in zip(made[1:], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], strict=False):
+        row["grad/norm"] = norm
+    made[11]["train/skipped"] = made[12]["train/skipped"] = 1.0  # the last two made no update, and so have no gradient
+    made[12]["eval/success"] = 0.75
+    keep(tmp_path, "all-on", of=made)
+    cells = reproduce._cells(reproduce.kept_runs(tmp_path)["all-on"][0])
+    assert cells == ["12 (2 without update)", "0.250", "0.750", "0.750", "5.5", "10", "0.0065", "0.012", "7.5", "0.0417", "0.25"]
+    made[5]["grad/norm"], made[6]["mismatch/k3"] = math.inf, math.nan
+    cells = reproduce._cells(kept(of=made, ended=reproduce.FAILED))
+    assert cells[0] == "12 (failed, 2 without update)" and (cells[5], cells[7]) == ("inf", "nan"), "the largest hides nothing"
+    assert reproduce._cells(kept(of=[{"step": 0}])) == ["0", *["-"] * 10]
+
+
+GOOD = {"steps": 150, "slope": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "missed"),
+    [
+        (lambda _: None, {}, []),
+        (lambda made: made.pop(77), {}, [0]),
+        (lambda _: None, {"seconds": 540.1}, [0]),
+        (lambda _: None, {"ended": "out of time"}, []),
+        (lambda made: made[-1].update({"eval/success": 0.59}), {}, [1]),
+        (lambda made: made[-1].pop("eval/success"), {}, [1]),
+        (lambda made: made[0].pop("eval/success"), {}, [1]),
+        (lambda made: made[40].update({"policy/ratio_max_abs_dev": 1e-7}), {}, [2]),
+        (lambda made: made[40].pop("policy/ratio_max_abs_dev"), {}, [2]),
+        (lambda made: made[40].update({"mismatch/k3": 0.002}), {}, [3]),
+        (lambda made: made[40].update({"mismatch/k3": math.nan}), {}, [3]),
+        (lambda made: made[40].update({"mismatch/k3": math.inf}), {}, [3]),
+        (lambda made: made.__delitem__(slice(0, None)), {}, [0, 1, 2, 3]),
+    ],
+)
+def test_the_bars_of_the_long_run(tmp_path, change, how, missed):
+    made = [row | ({"mismatch/k3": 1e-3} if row["step"] else {}) for row in rows(**GOOD)]
+    change(made)
+    keep(tmp_path, "main", of=made, **how)
+    (read,) = reproduce.kept_runs(tmp_path)["main"]
+    assert [number for number, bar in enumerate(reproduce.bars(read)) if not bar.met] == missed
+    assert [line.startswith("NOT MET: ") for line in reproduce.bar_lines(read)] == [number in missed for number in range(4)]
+
+
+def test_the_bars_stand_below_the_table_and_are_printed(tmp_path, capsys):
+    keep(tmp_path / "out", "main")
+    reproduce.main(only_draw=True, out=tmp_path / "out", page=tmp_path / "docs" / "page.md")
+    printed, page = capsys.readouterr().out, (tmp_path / "docs" / "page.md").read_text()
+    line = "NOT MET: at least 150 steps in one run of at most 9 minutes, engine start included (12 steps in 100 s)"
+    assert f"main-0: {line}\n" in printed and f"\n- {line}\n" in page
+    assert "- met: held-out success rises by at least 0.3 over the warm start (0.300 -> 0.900, after step 12)\n" in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, []),
+        ({"steps": 13}, ["Made with other values"]),
+        ({"made_from": ["x.toml", "--rl.lr=1.0", "--diagnose.ignore_sinks=true"]}, ["Made with other values"]),
+        ({"warm": "another"}, ["Begun from different warm starts"]),
+    ],
+)
+def test_runs_that_differ_in_more_than_the_question_are_said(tmp_path, changed, words):
+    sinks = {"made_from": ["x.toml", *reproduce.SETTINGS["sinks-ignored"].flags]} | changed
+    dense = {"made_from": ["x.toml", "--model.num_local_experts=2"], "warm": "of its own"}
+    keep(tmp_path / "out", "all-on")
+    keep(tmp_path / "out", "dense", **dense)
+    keep(tmp_path / "out", "sinks-ignored", **sinks)
+    reproduce.draw(tmp_path / "out", tmp_path / "page.md")
+    blocks = (tmp_path / "page.md").read_text().split("## ")[1:]
+    assert [words_ for words_ in ("Made with other values", "Begun from different warm starts") if words_ in blocks[0]] == words
+    assert "**" not in blocks[1], "a dense model has a warm start and sizes of its own"
+
+
+def test_the_timeline_of_a_traced_long_run_is_kept_and_drawn_again(tmp_path, calls, monkeypatch):
+    run_it = reproduce.gptoss
+
+    def traced(of, arguments, log, slot):
+        code = run_it(of, arguments, log, slot)
+        if arguments[0] == "train":
+            folder = of.runs / "main-0" / FOLDER
+            folder.mkdir()
+            spans = [
+                ("step 1", 0, 100),
+                ("step 2", 1000, 1000),
+                ("rollout", 1000, 600),
+                ("sync", 1600, 50),
+                ("update", 1650, 300),
+                ("pack", 1950, 10),
+            ]
+            lines = [json.dumps([name, 1000 * start, 1000 * length, False]) + "\n" for name, start, length in spans]
+            (folder / "driver.jsonl").write_text("".join(lines))
+            (folder / "engine-0.jsonl").write_text('["turn", 1100000, 200000, true]\n')
+        return code
+
+    monkeypatch.setattr(reproduce, "gptoss", traced)
+    assert reproduce.run_all(plan(tmp_path, flags=["--run.trace_steps=1"]), ["main"], [0]) == []
+    out, page = tmp_path / "out", tmp_path / "page.md"
+    trace = json.loads(gzip.decompress((out / "main-0.trace.json.gz").read_bytes()))
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"} == {"step 2", "rollout", "sync", "update", "pack"}
+    page.write_text("# Title\n\n<!-- timeline: made by tools/reproduce.py -->\n<!-- timeline: end -->\n\nThe end.\n")
+    reproduce.draw(out, page)
+    text = page.read_text()
+    assert "the three largest parts are: rollout 600 ms (60%), update 300 ms (30%), sync 50 ms (5%)." in text
+    assert text.index("rollout        ") < text.index("The end.") and text.count("side by side") == 1
 
 
 def test_an_empty_folder_is_said(tmp_path, capsys):
@@ -265,8 +484,8 @@ def test_the_kept_runs_make_the_figures_and_tables_of_the_page(tmp_path):
         pytest.skip("no runs are kept yet")
     copy = tmp_path / "docs" / "reproduction"
     copy.mkdir(parents=True)
-    for file in folder.glob("*.jsonl"):
-        (copy / file.name).write_text(file.read_text())
+    for file in (*folder.glob("*.jsonl"), *folder.glob("*.gz")):
+        (copy / file.name).write_bytes(file.read_bytes())
     (copy.parent / "reproduction.md").write_text(page.read_text())
     figures = reproduce.draw(copy, copy.parent / "reproduction.md")
     assert figures and all(figure.stat().st_size > 20_000 for figure in figures)

@@ -1,14 +1,18 @@
 """Laws of the timeline. In: nothing but the package."""
 
 import json
+import time
 
 import pytest
 
+from megatron_gptoss.errors import MachineError
 from megatron_gptoss.obs.spans import (
     FOLDER,
+    TRACE,
     Recorder,
     Span,
     chrome_trace,
+    chrome_trace_spans,
     crowds,
     of_last_steps,
     read_spans,
@@ -153,6 +157,24 @@ def test_the_trace_is_chromes_format():
     assert [(ends[i]["ts"] - e["ts"], names[e["pid"]], ends[i]["cat"] == e["cat"]) for i, e in begins.items()] == [
         (40, "engine-0", True)
     ] * 2
+
+
+def test_the_spans_come_back_out_of_the_trace_from_0_on():
+    late = [Span(s.process, s.name, s.start_us + 1_000, s.duration_us, s.beside) for s in STEPS]
+    in_order = sorted(STEPS, key=lambda s: (s.start_us, -s.duration_us))
+    assert chrome_trace_spans(json.loads(json.dumps(chrome_trace(late)))) == in_order
+    assert chrome_trace_spans(chrome_trace([])) == []
+
+
+def test_a_trace_that_cannot_be_written_is_one_message(tmp_path):
+    record = Recorder()
+    record.open(tmp_path / FOLDER / "driver.jsonl")
+    with record("step 1"), record("rollout"):
+        time.sleep(0.001)
+    record.close()
+    (tmp_path / TRACE).mkdir()
+    with pytest.raises(MachineError, match=r"trace\.json cannot be written"):
+        write_trace(tmp_path, 1)
 
 
 def test_a_run_without_a_traced_step_gets_no_trace(tmp_path):
