@@ -33,6 +33,7 @@ class World(Protocol):
 
     changes: int
     places: list[Place]
+    timeout_s: float  # of each phase; one that takes longer ends the run
 
     def lend_buffers(self, dtype: str, bucket_bytes: int) -> list[SharedBuffers]: ...
     def free_caches(self) -> None: ...
@@ -96,13 +97,15 @@ class WeightLink:
         """Those that die are left out, and the others are given the policy again, in a group of their own."""
         answers: dict[str, HeldWeights | Exception] = {}
         living = list(engines)
+        timeout_s = min(timeout_s, max(self.world.timeout_s - 3 * GRACE_S, GRACE_S))  # a frozen engine must not cost the trainer
         async with self._one_at_a_time:
             while True:
                 sent, found = await self._transfer(policy, living, timeout_s)
                 answers |= found
                 died = {name for name, answer in found.items() if isinstance(answer, EngineDied)}
-                broken = any(each.problem for each in sent)
                 living = [engine for engine in living if engine.name not in died]
+                # A refusal beside a death may come of it, also when the trainer had sent everything: who means it refuses again.
+                broken = any(each.problem for each in sent) or any(isinstance(found[engine.name], Exception) for engine in living)
                 if not (broken and died and living):
                     break
         digests = {each.digest for each in sent if not each.problem}
@@ -120,28 +123,51 @@ class WeightLink:
         await self._get_ready(engines)
         transfer = self._next_transfer(policy.version, engines, timeout_s)
         sending = asyncio.create_task(
-            asyncio.to_thread(self.world.send_weights, transfer, self._slots(engines), policy.changes), name="send weights"
+            asyncio.to_thread(self.world.send_weights, transfer, self._slots(engines), policy.changes), name="the trainer"
         )
-        receiving = {
-            asyncio.create_task(engine.receive_weights(receipt)): engine.name
-            for engine, receipt in zip(engines, self._receipts(transfer, engines), strict=True)
-        }
-        pending: set[asyncio.Task[Any]] = {sending, *receiving}
+        receiving: dict[asyncio.Task[HeldWeights], str] = {}
+        try:
+            await self._until_begun(transfer, sending)
+            for engine, receipt in zip(engines, self._receipts(transfer, engines), strict=True):
+                receiving[asyncio.create_task(engine.receive_weights(receipt), name=engine.name)] = engine.name
+            await self._until_done(transfer, {sending, *receiving}, timeout_s)
+        except BaseException:
+            self._give_up(transfer, "nobody waits for it any more")
+            raise
+        finally:
+            for task in receiving:
+                task.cancel()  # those that are late
+        found = {name: _answer(task, timeout_s) for task, name in receiving.items()}
+        sent = await sending  # has a deadline of its own
+        self.timings = self._parts(sent, found) | {"all": time.perf_counter() - began}
+        for key in (transfer.key, transfer.begun):
+            self.store.delete_key(key)
+        return sent, found
+
+    async def _until_begun(self, transfer: Transfer, sending: asyncio.Task[list[Sent]]) -> None:
+        """Until the trainer has come to it. Where rollouts run ahead it may be in the middle of a long pass, which is no fault of an engine
+        that waits. Raises what keeps the trainer from it; no engine has been asked then."""
+        pause = 2e-4
+        while not sending.done() and not self.store.check([transfer.begun]):
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.2, 0.02)
+        if sending.done():
+            sending.result()
+
+    async def _until_done(self, transfer: Transfer, pending: set[asyncio.Task[Any]], timeout_s: float) -> None:
+        """The first problem gives the update up for all. Those who live notice at once, or when their turns have ended, for which they have
+        the time that they had before."""
         deadline, given_up = time.monotonic() + timeout_s, False
         while pending and (not given_up or time.monotonic() < deadline):
             done, pending = await asyncio.wait(pending, timeout=max(deadline - time.monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED)
             problem = next((why for task in done if (why := _problem(task))), "" if done else "it took too long")
             if problem and not given_up:
-                given_up, deadline = True, time.monotonic() + GRACE_S
-                self.store.set(transfer.key, f"update {transfer.number} was given up: {problem}")
-                self.members = ()
-        for task in pending - {sending}:
-            task.cancel()
-        found = {name: _answer(task, timeout_s) for task, name in receiving.items()}
-        sent = await sending  # has a deadline of its own
-        self.timings = self._parts(sent, found) | {"all": time.perf_counter() - began}
-        self.store.delete_key(transfer.key)
-        return sent, found
+                given_up, deadline = True, max(deadline, time.monotonic() + GRACE_S)
+                self._give_up(transfer, problem)
+
+    def _give_up(self, transfer: Transfer, why: str) -> None:
+        self.store.set(transfer.key, f"update {transfer.number} was given up: {why}")
+        self.members = ()
 
     async def _get_ready(self, engines: Sequence[Receiving]) -> None:
         if self.kind == "shared":
@@ -219,13 +245,14 @@ def ranks_beside(engine: Receiving, places: Sequence[Place]) -> tuple[int, ...]:
 
 
 def _problem(task: asyncio.Task[Any]) -> str:
-    """Why this side did not do its part, "" when it did."""
+    """Who did not do its part, and why; "" when it did."""
     if task.cancelled():
         return f"{task.get_name()} was cancelled"
     if (error := task.exception()) is not None:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{task.get_name()}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     result = task.result()
-    return next((each.problem for each in result if each.problem), "") if isinstance(result, list) else ""
+    why = next((each.problem for each in result if each.problem), "") if isinstance(result, list) else ""
+    return f"{task.get_name()}: {why}" if why else ""
 
 
 def _answer(task: asyncio.Task[HeldWeights], timeout_s: float) -> HeldWeights | Exception:

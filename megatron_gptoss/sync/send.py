@@ -49,6 +49,7 @@ class Sender:
         problem, outlet, watch = "", None, None
         if slots is not None and (slots or transfer.kind == "broadcast"):
             watch = Watch(join_store(transfer), transfer)
+            watch.store.set(transfer.begun, "")
             try:
                 outlet = self._outlet(transfer, plan, slots, watch)
             except SyncAborted as error:

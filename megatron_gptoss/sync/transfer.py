@@ -50,6 +50,11 @@ class Transfer:
         """Set in the store when the update is given up; its value says why."""
         return f"update/{self.number}/given-up"
 
+    @property
+    def begun(self) -> str:
+        """A key that is set when the trainer's ranks have come to it."""
+        return f"update/{self.number}/begun"
+
 
 @dataclass(frozen=True)
 class SharedBuffers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefus
 from megatron_gptoss.sync import send
 from megatron_gptoss.sync.receive import Receiver
 from megatron_gptoss.sync.send import Sender
-from megatron_gptoss.sync.transfer import Kind, Receipt, Sent, SharedBuffers, Superseded, Transfer
+from megatron_gptoss.sync.transfer import Kind, Receipt, Sent, SharedBuffers, Superseded, SyncAborted, Transfer
 from tests.unit.test_sync import BUCKET, CPU, KINDS, MODEL, plan_of, policy
 
 
@@ -30,7 +30,10 @@ class World:
     def __init__(self) -> None:
         self.sender, self.changes = Sender(nn.Linear(1, 1), MODEL), 0
         self.places = [Place("trainer rank 0", "here", 1, ())]
+        self.timeout_s = 600.0
         self.sends = 0
+        self.busy_s = 0.0  # with a pass that was begun before
+        self.rests = threading.Event()  # it has come back from a sending
 
     def lend_buffers(self, dtype: str, bucket_bytes: int) -> list[SharedBuffers]:
         return [self.sender.lend(dtype, bucket_bytes)]
@@ -41,7 +44,11 @@ class World:
         if changes != self.changes:
             raise Superseded("gone")
         self.sends += 1
-        sent = self.sender.send(transfer, slots[0])
+        time.sleep(self.busy_s)
+        try:
+            sent = self.sender.send(transfer, slots[0])
+        finally:
+            self.rests.set()
         return [sent] if sent is not None else []
 
 
@@ -53,9 +60,12 @@ class Engine:
         self.receivers = [Receiver(CPU) for _ in range(num_workers)]
         self.received: list[dict[str, Tensor]] = [{} for _ in range(num_workers)]
         self.dies = self.freezes = self.refuses = False
+        self.turns_s = 0.0  # until its running turns have ended
+        self.at_the_end: Callable[[Transfer], None] = lambda _transfer: None  # when all is loaded and not confirmed
         self.over = threading.Event()
 
     async def receive_weights(self, receipt: Receipt) -> HeldWeights:
+        await asyncio.sleep(self.turns_s)
         plan = plan_of(MODEL, receipt.transfer.dtype, BUCKET)
         calls = [
             asyncio.to_thread(receiver.receive, receipt, worker, plan, lambda tensors, w=worker: self.load(w, tensors))
@@ -63,6 +73,7 @@ class Engine:
         ]
         try:
             digests = {digest for digest, _ in await asyncio.gather(*calls)}
+            await asyncio.to_thread(self.at_the_end, receipt.transfer)
         except Exception as error:
             raise (EngineDied("killed") if self.dies else WeightsRefused(str(error))) from None
         return HeldWeights(receipt.transfer.version, plan.num_tensors, digests.pop())
@@ -134,7 +145,92 @@ def test_a_refusal_is_told_and_not_tried_again(kind: Kind, world: World) -> None
         began = time.monotonic()
         given = await link.policy(0).give(engines, 8.0)
         assert isinstance(given.answers[0], WeightsRefused) and "no place" in str(given.answers[0])
+        if kind == "shared":  # a broadcast of so little may have arrived at the other one before
+            assert "given up: a: WeightsRefused: no place" in str(given.answers[1]), "it says whose fault it was"
         assert world.sends == 1 and time.monotonic() - began < 7
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_in_the_middle_of_a_long_pass_costs_no_engine(kind: Kind, world: World) -> None:
+    """Its deadline counts from the moment when the trainer comes to the update."""
+
+    async def story() -> None:
+        link, engine = new_link(world, kind), Engine("a")
+        world.busy_s = 2.5
+        given = await link.policy(0).give([engine], 1.5)
+        assert isinstance(given.answers[0], HeldWeights) and holds(engine)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_waits_for_its_turns_lives_when_another_dies_meanwhile(kind: Kind, world: World) -> None:
+    async def story() -> None:
+        link, engines = new_link(world, kind), [Engine("a"), Engine("b"), Engine("c")]
+
+        async def is_dead(_receipt: Receipt) -> HeldWeights:
+            raise EngineDied("killed")
+
+        engines[0].turns_s, engines[1].receive_weights = 2.5, is_dead  # more than GRACE_S
+        given = await link.policy(0).give(engines, 8.0)
+        assert [type(answer) for answer in given.answers] == [HeldWeights, EngineDied, HeldWeights]
+        assert holds(engines[0]) and holds(engines[2])
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_after_everything_was_sent_costs_the_others_nothing(kind: Kind, world: World) -> None:
+    """The trainer has done its part, and an engine that still loads hears that the update was given up."""
+
+    async def story() -> None:
+        link, engines = new_link(world, kind), [Engine("a"), Engine("b")]
+
+        def dies(_transfer: Transfer) -> None:
+            assert world.rests.wait(8)
+            engines[1].dies = True
+            raise RuntimeError("killed")
+
+        def hears_of_it(transfer: Transfer) -> None:
+            if transfer.number == 1:
+                while not link.store.check([transfer.key]):
+                    time.sleep(0.01)
+                raise SyncAborted(link.store.get(transfer.key).decode())
+
+        engines[0].at_the_end, engines[1].at_the_end = hears_of_it, dies
+        given = await link.policy(0).give(engines, 8.0)
+        assert [type(answer) for answer in given.answers] == [HeldWeights, EngineDied]
+        assert given.answers[0].digest == given.digest and holds(engines[0])  # type: ignore[union-attr]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_when_the_driver_is_interrupted_the_trainer_is_let_go(kind: Kind, world: World) -> None:
+    async def story() -> None:
+        link, engine = new_link(world, kind), Engine("a")
+        engine.freezes = True
+        giving = asyncio.create_task(link.policy(0).give([engine], 300.0))
+        await asyncio.sleep(0.5)
+        assert world.sends == 1 and not world.rests.is_set()
+        giving.cancel()
+        await asyncio.gather(giving, return_exceptions=True)
+        assert giving.cancelled() and await asyncio.to_thread(world.rests.wait, 8)
+        engine.over.set()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_engine_is_given_up_before_the_trainer_s_own_deadline(kind: Kind, world: World) -> None:
+    async def story() -> None:
+        link, engine = new_link(world, kind), Engine("a")
+        engine.freezes, world.timeout_s = True, 4.5  # and three times GRACE_S less
+        given = await link.policy(0).give([engine], 600.0)
+        assert isinstance(given.answers[0], EngineDied) and "longer than 1.5 s" in str(given.answers[0])
+        engine.over.set()
 
     asyncio.run(story())
 
