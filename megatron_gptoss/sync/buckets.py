@@ -6,6 +6,7 @@ In: a plan and a buffer. Out: views of the buffer with Hugging Face's names and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def fill(plan: SyncPlan, bucket: BucketPlan, buffer: Tensor, tensors: Iterator[t
     """Take the bucket's tensors from `tensors`, which has them in the plan's order, and write them into the buffer, cast to its dtype."""
     if bucket.has_gaps:
         buffer[: bucket.num_bytes].zero_()  # gaps are summed too
-    for slot, (name, tensor) in zip(bucket.slots, tensors, strict=False):
+    for slot, (name, tensor) in zip(bucket.slots, islice(tensors, len(bucket.slots)), strict=True):
         assert (name, tuple(tensor.shape)) == (slot.name, slot.shape), f"{name} {tuple(tensor.shape)} came instead of {slot}"
         view(slot, buffer, plan.dtype).copy_(tensor)
 

@@ -174,6 +174,17 @@ def test_a_rank_that_serves_nobody_walks_through_all_weights(monkeypatch: pytest
         assert walked == list(hf_shapes(MODEL))
 
 
+def test_weights_that_end_before_the_plan_are_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the buffer held before would go in their place, and both sides would sum up the same."""
+    scene = Scene("shared", monkeypatch)
+    del scene.weights[list(scene.weights)[-1]]
+    transfer = scene.transfer(timeout_s=1.0)
+    receiving = scene.receive(transfer, 0)
+    with pytest.raises(ValueError, match="shorter"):
+        scene.send(transfer, (0,)).result(10)
+    assert isinstance(receiving.exception(10), SyncAborted)
+
+
 def _noted(weights: dict[str, Tensor], walked: list[str]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights.items():
         walked.append(name)
