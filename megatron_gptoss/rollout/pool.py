@@ -197,7 +197,8 @@ class EnginePool:
             self._note_death(slot, str(error))
 
     async def generate(self, request: TurnRequest) -> TurnResult:
-        """One turn, from the conversation's engine or else the least loaded; asked again, under a new id, when that engine dies.
+        """One turn, from the conversation's engine or else the least loaded; asked again, under a new id, when that engine dies or has just
+        lost its weights.
 
         It waits here for a place among an engine's `max_in_flight`; its deadline counts from the dispatch. The wait needs none of its own:
         it ends with the turns before it, each of which has a deadline.
@@ -208,12 +209,15 @@ class EnginePool:
         asked, attempt, ticket = request, 0, (request.order, next(self.tickets))
         while True:
             slot, engine = await self._place(ticket, request.conversation_id)
+            held = slot.version
             try:
                 return await self._ask(slot, engine, asked)
             except EngineDied as error:
                 self._found_dead(slot, engine, str(error))
             except WeightsRefused as error:
-                raise self._fail(slot, str(error)) from None
+                # It may have met an update that was given up because another engine died; this one is given the policy again.
+                if slot.engine is engine and self._serves(slot) and slot.version == held:
+                    raise self._fail(slot, str(error)) from None
             finally:
                 self._free(slot, engine)
             attempt += 1

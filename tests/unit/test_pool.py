@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
-from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolLimits
+from megatron_gptoss.rollout.pool import EnginePool, Given, InlinePolicy, PoolLimits
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import TurnRequest, TurnResult
 
@@ -288,6 +288,48 @@ def test_an_engine_that_dies_in_an_update_returns_with_the_new_policy(tmp_path: 
         await pool.publish(InlinePolicy(1, "the weights", DIGEST))
         assert [slot.version for slot in pool.slots] == [1, 1]
         assert workshop.made[2].updates == [1]  # never the old one
+
+    run(story())
+
+
+@dataclass
+class SecondTry:
+    """Weights whose first sending is given up, so that an engine that lives has none for a moment; a turn that waited in it meets that."""
+
+    version: int
+    given_up: Callable[[], None]
+
+    async def give(self, engines: Any, timeout_s: float) -> Given:
+        self.given_up()
+        await settle()
+        return await InlinePolicy(self.version, "the weights", DIGEST).give(engines, timeout_s)
+
+
+@pytest.mark.parametrize("heard", ["at once", "when the engine has its weights"])
+def test_a_turn_that_meets_an_update_that_is_tried_again_is_asked_again(tmp_path: Path, heard: str) -> None:
+    async def story() -> None:
+        workshop = Workshop(tmp_path)
+        pool = new_pool(workshop, num_engines=1)
+        await pool.publish(InlinePolicy(0, "the weights", DIGEST))
+        (engine,) = workshop.made
+        refused, plain = asyncio.Event(), engine.generate
+
+        async def waits_at_the_gate(request: TurnRequest) -> TurnResult:
+            engine.generate = plain  # type: ignore[method-assign]
+            await refused.wait()
+            raise WeightsRefused("the engine holds no whole policy")
+
+        engine.generate = waits_at_the_gate  # type: ignore[method-assign]
+        asked = asyncio.create_task(pool.generate(turn(0)))
+        await settle()
+        await pool.publish(SecondTry(1, refused.set if heard == "at once" else lambda: None))
+        refused.set()
+        assert (await asked).version == 1 and engine.requests == ["t0.retry1"]
+        assert pool.failure is None and pool.counts.restarts == 0
+
+        engine.generate = waits_at_the_gate  # type: ignore[method-assign]
+        with pytest.raises(EngineFailed, match="no whole policy"):  # nobody has taken its weights
+            await pool.generate(turn(1))
 
     run(story())
 
