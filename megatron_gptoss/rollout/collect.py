@@ -27,6 +27,7 @@ from megatron_gptoss.tasks.base import Conversation, Task, Verdict
 from megatron_gptoss.types import PolicyVersion, Prompt, Rollout, RolloutGroup, TokenRoutes, TurnRequest, TurnResult
 
 TASK_THREADS = 16  # replies of a task that run at once; tools and checkers wait for processes of their own, so more threads than cores
+_threads = ThreadPoolExecutor(TASK_THREADS, thread_name_prefix="task")  # of all calls: where rollouts run ahead, each group is one
 
 _calls = itertools.count()  # makes request ids unique when the same step is collected twice, for training and for evaluation
 
@@ -75,9 +76,7 @@ async def collect(
     """
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one step have the same id, and would be given the same seeds")
-    call = next(_calls)
-    threads = ThreadPoolExecutor(TASK_THREADS, thread_name_prefix=f"task-{task.name}")
-    common = _Common(pool, task, tokenizer, limits, version, routes, order, run_seed, step, call, threads)
+    common = _Common(pool, task, tokenizer, limits, version, routes, order, run_seed, step, next(_calls))
     total, done = len(prompts) * group_size, itertools.count(1)
 
     async def one(prompt: Prompt, index: int) -> Rollout:
@@ -87,10 +86,7 @@ async def collect(
         return rollout
 
     running = [asyncio.create_task(one(prompt, index)) for prompt in prompts for index in range(group_size)]
-    try:
-        await _all_or_first_failure(running)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+    await _all_or_first_failure(running)
     rollouts = iter(each.result() for each in running)
     return [RolloutGroup(prompt, tuple(itertools.islice(rollouts, group_size))) for prompt in prompts]
 
@@ -130,7 +126,6 @@ class _Common:
     run_seed: int
     step: int
     call: int
-    threads: ThreadPoolExecutor
 
     @property
     def interruptible(self) -> bool:
@@ -173,7 +168,7 @@ class _Walk:
                 break  # nobody would read the tool's answer
             with self._task_errors("reply"):
                 # In a thread, because tools and checkers block; the other conversations go on.
-                reply = await asyncio.get_running_loop().run_in_executor(self.common.threads, conversation.reply, parsed)
+                reply = await asyncio.get_running_loop().run_in_executor(_threads, conversation.reply, parsed)
                 if isinstance(reply, Verdict):
                     return self._finish(reply, reply.stop_reason)
                 answer = [*render(reply, tokenizer), *generation_prefix(tokenizer)]

@@ -13,7 +13,7 @@ from megatron_gptoss.config.schema import Config, TokenizerConfig
 from megatron_gptoss.data.harmony import Message
 from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import ConfigError, EngineFailed, RunFailed
-from megatron_gptoss.rollout.collect import CollectLimits, collect, turn_seed
+from megatron_gptoss.rollout.collect import TASK_THREADS, CollectLimits, collect, turn_seed
 from megatron_gptoss.rollout.versions import continued_turns, token_versions
 from megatron_gptoss.tasks.arithmetic import Arithmetic, calculate
 from megatron_gptoss.tasks.base import Verdict
@@ -395,3 +395,38 @@ def test_slow_replies_do_not_hold_each_other_up():
     run(ScriptedPool(), task.prompts("train", 0, 2), 8, task)
     assert time.monotonic() - start < 16 * 0.2 / 2
     assert threading.main_thread().name not in names
+
+
+def test_replies_of_all_groups_together_are_bounded_and_those_not_begun_end_with_their_conversations():
+    """Where rollouts run ahead, each group is a call of its own, and many are on their way."""
+    running, most, begun, lock, go = 0, 0, 0, threading.Lock(), threading.Event()
+
+    def slow(turn):
+        nonlocal running, most, begun
+        with lock:
+            running, begun = running + 1, begun + 1
+            most = max(most, running)
+        go.wait(20)
+        with lock:
+            running -= 1
+        return Verdict(1.0, (), None, (), "final")
+
+    async def story():
+        task = OddTask(slow)
+        prompts = task.prompts("train", 0, 6)
+        groups = [
+            asyncio.create_task(collect([prompt], 8, ScriptedPool(), task, TINY, LIMITS, run_seed=0, step=0))  # type: ignore[arg-type]
+            for prompt in prompts
+        ]
+        while begun < TASK_THREADS:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert most == TASK_THREADS
+        for group in groups[2:]:
+            group.cancel()
+        await asyncio.gather(*groups[2:], return_exceptions=True)
+        go.set()
+        assert [len(found[0].rollouts) for found in await asyncio.gather(*groups[:2])] == [8, 8]
+        assert begun == TASK_THREADS, "the first two groups' replies, and no cancelled one's"
+
+    asyncio.run(story())
