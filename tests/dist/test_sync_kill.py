@@ -1,6 +1,6 @@
 """A receiver of weights is killed in the middle, as processes die: the sender lives, and gives the weights to another one.
 
-On CPUs, and on two GPUs where there are any: NCCL's own watchdog must not take the sender with it.
+On CPUs, and on GPUs where there are any: NCCL's own watchdog must not take the sender with it, nor a dead reader the shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from megatron_gptoss.checkpoint.weight_map import hf_shapes
 from megatron_gptoss.config.schema import ModelConfig
 from megatron_gptoss.sync.buckets import plan_of
-from megatron_gptoss.sync.transfer import Receipt, Transfer
+from megatron_gptoss.sync.transfer import Kind, Receipt, Transfer
 
 MODEL = ModelConfig(
     num_hidden_layers=4, hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -35,11 +35,14 @@ def send(device: str, orders: Any, results: Any) -> None:
     weights = {name: torch.randn(shape, device=device) for name, shape in hf_shapes(MODEL).items()}
     module.export_hf = lambda *_args, **_kwargs: iter(weights.items())  # type: ignore[assignment]
     sender = module.Sender(nn.Linear(1, 1).to(device), MODEL)
-    while (transfer := orders.get()) is not None:
-        results.put(sender.send(transfer, ()))
+    while (order := orders.get()) is not None:
+        if isinstance(order, Transfer):
+            results.put(sender.send(order, () if order.kind == "broadcast" else (order.number,)))
+        else:
+            results.put(sender.lend("float32", BUCKET))
 
 
-def receive(device: str, transfer: Transfer, results: Any, stops: bool) -> None:
+def receive(device: str, receipt: Receipt, results: Any, stops: bool) -> None:
     from megatron_gptoss.sync.receive import Receiver
 
     def load(tensors: Any) -> None:
@@ -50,27 +53,44 @@ def receive(device: str, transfer: Transfer, results: Any, stops: bool) -> None:
 
     if device != "cpu":
         torch.cuda.set_device(device)
-    digest, _ = Receiver(torch.device(device)).receive(Receipt(transfer, first_rank=1), 0, plan_of(MODEL, "float32", BUCKET), load)
+    digest, _ = Receiver(torch.device(device)).receive(receipt, 0, plan_of(MODEL, "float32", BUCKET), load)
     results.put(digest)
 
 
-@pytest.mark.parametrize("devices", [("cpu", "cpu"), pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu)])
-def test_the_sender_survives_a_receiver_that_is_killed(devices: tuple[str, str]) -> None:
-    if devices[0] != "cpu" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+WAYS: list[Any] = [
+    ("broadcast", "cpu", "cpu"),
+    ("shared", "cpu", "cpu"),
+    pytest.param("broadcast", "cuda:0", "cuda:1", marks=pytest.mark.gpu),
+    pytest.param("shared", "cuda:0", "cuda:0", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("kind", "here", "there"), WAYS)
+def test_the_sender_survives_a_receiver_that_is_killed(kind: Kind, here: str, there: str) -> None:
+    if here != "cpu" and torch.cuda.device_count() < len({here, there}):
+        pytest.skip("needs CUDA devices")
     context = mp.get_context("spawn")
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
 
     def transfer(number: int) -> Transfer:
-        return Transfer("broadcast", number, number, "float32", BUCKET, "127.0.0.1", store.port, PATIENCE_S, str(number), 2)
+        return Transfer(kind, number, number, "float32", BUCKET, "127.0.0.1", store.port, PATIENCE_S, str(number), 2)
 
     orders, sent, received = context.Queue(), context.Queue(), context.Queue()
-    sender = context.Process(target=send, args=(devices[0], orders, sent), daemon=True)
-    victim = context.Process(target=receive, args=(devices[1], transfer(1), received, True), daemon=True)
-    successor = context.Process(target=receive, args=(devices[1], transfer(2), received, False), daemon=True)
+    sender = context.Process(target=send, args=(here, orders, sent), daemon=True)
     sender.start()
-    victim.start()
+    processes = [sender]
+
+    def receiver(number: int, *, stops: bool) -> Any:
+        receipt = Receipt(transfer(number), first_rank=1)
+        if kind == "shared":
+            orders.put("lend")
+            receipt = Receipt(transfer(number), sources=(sent.get(timeout=PATIENCE_S),), slots=(number,))
+        processes.append(context.Process(target=receive, args=(there, receipt, received, stops), daemon=True))
+        return processes[-1]
+
     try:
+        victim = receiver(1, stops=True)
+        victim.start()
         orders.put(transfer(1))
         assert received.get(timeout=PATIENCE_S) == "in the middle"
         victim.kill()
@@ -78,7 +98,7 @@ def test_the_sender_survives_a_receiver_that_is_killed(devices: tuple[str, str])
         store.set(transfer(1).key, "the engine died")  # as the driver does when Ray tells it
         first = sent.get(timeout=20)
         assert first.problem and sender.is_alive()
-        successor.start()
+        receiver(2, stops=False).start()
         orders.put(transfer(2))
         second = sent.get(timeout=PATIENCE_S)
         assert second.problem == "" and second.digest == received.get(timeout=PATIENCE_S)
@@ -86,6 +106,6 @@ def test_the_sender_survives_a_receiver_that_is_killed(devices: tuple[str, str])
         sender.join(30)
         assert sender.exitcode == 0
     finally:
-        for process in (sender, victim, successor):
+        for process in processes:
             if process.pid is not None:
                 process.kill()
