@@ -81,7 +81,7 @@ def plan(
     if key:
         print("\n".join(explain(loaded, key)))
         return
-    from megatron_gptoss.config.preflight import check_inputs, check_memory, check_run_target, detect_cluster
+    from megatron_gptoss.config.preflight import check_engine_memory, check_inputs, check_memory, check_run_target, detect_cluster
 
     made = make_plan(loaded, detect_cluster())
     console = Console()
@@ -89,6 +89,7 @@ def plan(
     if made.shortfall:
         console.say(f"This machine is too small to run it: {made.shortfall}.")
     check_memory(loaded)
+    check_engine_memory(loaded)
     check_run_target(loaded, made)
     check_inputs(loaded.config)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_gptoss.config.layout import weight_sync
 from megatron_gptoss.config.schema import Config, ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -80,7 +81,7 @@ def value_head_parameters(model: ModelConfig) -> int:
 
 def engine_memory(config: Config) -> list[MemoryPart]:
     """What each GPU of one engine holds, or the process of a CPU engine. On a GPU the KV cache takes what `rollout.gpu_memory_fraction`
-    leaves, so only its least size is known."""
+    leaves, so only its least size is known; what has the phase "publish" lies outside that fraction."""
     model, size = config.model, config.rollout.tensor_parallel
     # Every GPU has all routers, norms, and biases that are added to a sum over GPUs: attention's last one, and each expert's.
     router = model.num_local_experts * (model.hidden_size + 1)
@@ -89,4 +90,7 @@ def engine_memory(config: Config) -> list[MemoryPart]:
     weights = MemoryPart("weights", (whole + -(-divided // size)) * BYTES[config.rollout.dtype])
     if config.cluster.device == "cpu":
         return [weights, MemoryPart("KV cache", int(config.rollout.kv_cache_gib * 2**30))]
-    return [weights, MemoryPart("KV cache, at least", config.rollout.max_sequence_tokens * kv_bytes_per_token(config) // size)]
+    cache = MemoryPart("KV cache, at least", config.rollout.max_sequence_tokens * kv_bytes_per_token(config) // size)
+    if weight_sync(config) != "broadcast":
+        return [weights, cache]
+    return [weights, cache, MemoryPart("two buckets of weights to be received", 2 * bucket_bytes(config), "publish")]

@@ -7,6 +7,7 @@ no torch, ray, vllm or megatron. Does not check rules between keys (rules.py), n
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -70,12 +71,15 @@ def check_memory(loaded: Loaded) -> None:
 
 
 def check_engine_memory(loaded: Loaded) -> None:
-    """The GPUs of an engine must hold the whole model and one conversation. On a CPU the rules ask for the latter."""
+    """The GPUs of an engine must hold the whole model and one conversation, and beside these what it is given weights through. On a CPU the
+    rules ask for a conversation's room."""
     config = loaded.config
     need = _engine_gib(config)
     room = config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib
-    if config.cluster.device == "cpu" or need <= room:
+    if config.cluster.device == "cpu":
         return
+    if need <= room:
+        return _check_receiving(loaded)
     share = need / config.cluster.gpu_memory_gib + 0.02
     cures = [f"rollout.gpu_memory_fraction = {share:.2f} or more"] if share < 0.95 else []
     larger = (size for size in engine_sizes(config) if size > config.rollout.tensor_parallel)
@@ -88,8 +92,25 @@ def check_engine_memory(loaded: Loaded) -> None:
     )
 
 
-def _engine_gib(config: Config) -> float:
-    return sum(part.num_bytes for part in engine_memory(config)) / 2**30
+def _check_receiving(loaded: Loaded) -> None:
+    """Buckets of weights lie outside what vLLM takes: the fraction, or where a cache's size is given, weights and cache."""
+    config, whole = loaded.config, loaded.config.cluster.gpu_memory_gib
+    need, weights = _engine_gib(config, "publish"), engine_memory(config)[0].num_bytes / 2**30
+    if config.rollout.gpu_kv_cache_gib:
+        key, taken, most = "rollout.gpu_kv_cache_gib", weights + config.rollout.gpu_kv_cache_gib, whole - need - weights
+    else:
+        key, taken, most = "rollout.gpu_memory_fraction", config.rollout.gpu_memory_fraction * whole, 1 - need / whole
+    if taken + need <= whole:
+        return
+    raise ConfigError(
+        f"an engine receives weights through two buckets, {need:.1f} GiB beside the {taken:.1f} that it takes of each GPU "
+        f"({loaded.show(key)}), and {loaded.show('cluster.gpu_memory_gib')}. "
+        f"Use {f'{key} = {math.floor(100 * most) / 100:.2f} or less' if most > 0.01 else 'a larger rollout.tensor_parallel'}."
+    )
+
+
+def _engine_gib(config: Config, phase: str = "always") -> float:
+    return sum(part.num_bytes for part in engine_memory(config) if part.phase == phase) / 2**30
 
 
 def check_run_target(loaded: Loaded, plan: RunPlan, command: str = "") -> None:

@@ -269,6 +269,29 @@ def test_an_engine_must_hold_the_model():
     check_engine_memory(loaded("20b", "--rollout.gpu_memory_fraction=0.3"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "need", "key", "value", "next_value"),
+    [
+        # The 120B's largest tensor: 128 experts x 2 x 2880 x 2880 in bf16.
+        (("120b",), 2 * 128 * 2 * 2880 * 2880 * 2 / GIB, "rollout.gpu_memory_fraction", 0.94, 0.95),
+        (("20b", "--rollout.gpu_kv_cache_gib=90"), 2 * 201_088 * 2880 * 2 / GIB, "rollout.gpu_kv_cache_gib", 98.68, 98.69),
+    ],
+)
+def test_what_an_engine_receives_weights_through_lies_beside_its_share(arguments, need, key, value, next_value):
+    assert engine_memory(loaded(*arguments).config)[-1].num_bytes / GIB == need
+    check_engine_memory(loaded(*arguments, f"--{key}={value}"))
+    with pytest.raises(ConfigError, match=rf"{need:.1f} GiB beside .*{key} = {next_value}.*Use {key} = {value:.2f} or less\.$"):
+        check_engine_memory(loaded(*arguments, f"--{key}={next_value}"))
+
+
+@pytest.mark.parametrize("flags", [["--cluster.share_gpus=true"], ["--rollout.weight_sync=inline"]])
+def test_an_engine_that_receives_no_buckets_has_no_room_for_them(flags):
+    assert len(engine_memory(loaded("20b", *flags).config)) == 2
+    check_engine_memory(loaded("20b", *flags, "--rollout.gpu_memory_fraction=1.0"))
+    with pytest.raises(ConfigError, match="two buckets"):
+        check_engine_memory(loaded("20b", "--rollout.gpu_memory_fraction=1.0"))
+
+
 def test_the_layout_of_the_120b_scaled_down_to_four_ranks():
     big, small = loaded("120b").config, loaded("tiny", "scaled").config
     assert small.parallel.data == small.parallel.expert == 4 and big.parallel.data == big.parallel.expert == 32
