@@ -123,7 +123,14 @@ def test_plan_needs_no_gpu_and_no_torch_and_starts_nothing(place):
     before = sorted(place.rglob("*"))
     done = gptoss("plan", ROOT / "configs" / "120b.toml", cwd=place)
     assert done.returncode == 0 and "116.83 billion parameters" in done.stdout, done
+    assert "two buckets of weights to be received 7.9 GiB" in done.stdout
     assert sorted(place.rglob("*")) == before
+
+
+def test_plan_refuses_an_engine_that_does_not_fit_after_it_has_said_what_it_is(place):
+    done = gptoss("plan", ROOT / "configs" / "120b.toml", "--rollout.tensor_parallel=1", cwd=place)
+    assert done.returncode == 2 and "memory of an engine" in done.stdout, done
+    assert done.stderr.startswith("ConfigError: an engine needs 218.2 GiB")
 
 
 def test_explain_names_value_and_origin(place):
