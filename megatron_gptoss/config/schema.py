@@ -25,7 +25,7 @@ PERTURBATIONS = ("no-sinks", "window", "no-window", "yarn", "yarn-rounded", "rou
 AttentionBackend = Literal["reference", "triton", "flash", "te"]
 WeightSync = Literal["inline", "broadcast", "shared"]
 
-MOST_IN_FLIGHT = 8000  # turns; an engine's actor takes a few more calls than that at once
+MOST_IN_FLIGHT = 8000  # turns of one engine
 
 
 class Section(BaseModel):

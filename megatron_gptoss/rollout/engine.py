@@ -25,15 +25,15 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.config.placement import Place
-from megatron_gptoss.config.schema import MOST_IN_FLIGHT
 from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rollout.routes import token_routes
+from megatron_gptoss.rollout.turns import Outcome, Ticket, TurnCourier, TurnDesk
 from megatron_gptoss.sync.transfer import Receipt
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
-# Calls an actor accepts at once. Turns in flight are bounded by the pool, well below, so that no probe ever waits behind them.
-MAX_CALLS_AT_ONCE = MOST_IN_FLIGHT + 192
+# Calls an actor accepts at once, so that no probe ever waits behind others. Turns are none (turns.py).
+MAX_CALLS_AT_ONCE = 256
 INTERRUPT_AGAIN_S = 0.05  # a turn that vLLM did not know yet when it was told to abort it
 
 
@@ -107,6 +107,7 @@ class Engine:
         self.settings = settings
         self.held = HeldWeights(NO_WEIGHTS, 0, 0)
         self.gate = UpdateGate(self.abort)
+        self.desk = TurnDesk(self._outcome)
         self.asleep = False
         self.llm: Any = None
 
@@ -125,6 +126,21 @@ class Engine:
     async def process(self) -> EngineProcess:
         me = psutil.Process()
         return EngineProcess(socket.gethostname(), me.pid, tuple(child.pid for child in me.children(recursive=True)))
+
+    async def begin_turns(self, turns: Sequence[tuple[Ticket, TurnRequest]]) -> None:
+        """See TurnDesk; `generate` serves each."""
+        self.desk.begin(turns)
+
+    async def ended_turns(self) -> list[tuple[Ticket, Outcome]]:
+        return await self.desk.outcomes()
+
+    async def _outcome(self, request: TurnRequest) -> Outcome:
+        try:
+            return await self.generate(request)
+        except (EngineDied, WeightsRefused, ValueError) as error:
+            return error
+        except Exception as error:  # of a class that the driver may not have
+            return EngineDied(f"generate failed: {error!r}")
 
     async def generate(self, request: TurnRequest) -> TurnResult:
         """Sample one turn. Waits while an update runs, so all its tokens come from one version; one that an update may interrupt, and does,
@@ -459,13 +475,17 @@ class EngineHandle:
         self.pid: int | None = None
         self.place: Place | None = None  # known when it has started
         self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
+        self._courier = TurnCourier(
+            begin=lambda turns: self._answer("begin_turns", actor.begin_turns.remote(turns)),
+            outcomes=lambda: self._answer("ended_turns", actor.ended_turns.remote()),
+        )
 
     async def start(self) -> None:
         self._note(await self._call("process"))  # first, so that an engine that hangs in its start can be killed by pid
         self._note(await self._call("start"))
 
     async def generate(self, request: TurnRequest) -> TurnResult:
-        return await self._call("generate", request)
+        return await self._courier.ask(request)
 
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
@@ -509,8 +529,12 @@ class EngineHandle:
         return [process.pid for process in self._processes]
 
     async def _call(self, method: str, *args: Any) -> Any:
+        self._courier.send()  # a turn must not come after what was asked later: an abort, an update
+        return await self._answer(method, getattr(self.actor, method).remote(*args))
+
+    async def _answer(self, method: str, reference: Awaitable[Any]) -> Any:
         try:
-            return await getattr(self.actor, method).remote(*args)
+            return await reference
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, EngineDied | WeightsRefused | ValueError):
