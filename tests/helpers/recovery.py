@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -14,10 +15,11 @@ FLAGS = (f"--run.steps={STEPS}", "--run.save_every=2", "--run.eval_every=0", "--
 
 
 def gpu_memory_mib() -> int:
-    """Used on all GPUs of this machine, by whomever; 0 where there is none."""
+    """Used on this machine's GPUs, or on those of CUDA_VISIBLE_DEVICES, by whomever; 0 where there is none."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    which = [f"--id={gpus}"] if (gpus := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
+    query = ["nvidia-smi", *which, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()))
 
 
