@@ -122,7 +122,7 @@ def test_an_engine_that_dies_or_freezes_in_the_middle_costs_the_others_nothing(k
         link, engines = new_link(world, kind), [Engine("a"), Engine("b"), Engine("c")]
         await link.policy(0).give(engines, 8.0)
         setattr(engines[1], fault, True)
-        given = await link.policy(1).give(engines, 8.0 if fault == "dies" else 1.5)
+        given = await link.policy(1).give(engines, 8.0 if fault == "dies" else 4.0)
         assert [type(answer) for answer in given.answers] == [HeldWeights, EngineDied, HeldWeights]
         assert [answer.digest for answer in (given.answers[0], given.answers[2])] == [given.digest] * 2  # type: ignore[union-attr]
         assert holds(engines[0]) and holds(engines[2])
@@ -158,8 +158,8 @@ def test_a_trainer_in_the_middle_of_a_long_pass_costs_no_engine(kind: Kind, worl
 
     async def story() -> None:
         link, engine = new_link(world, kind), Engine("a")
-        world.busy_s = 2.5
-        given = await link.policy(0).give([engine], 1.5)
+        world.busy_s = 5.5
+        given = await link.policy(0).give([engine], 4.0)
         assert isinstance(given.answers[0], HeldWeights) and holds(engine)
 
     asyncio.run(story())

@@ -108,16 +108,18 @@ def test_a_bfloat16_engine_is_sent_bfloat16(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_stops_in_the_middle_hangs_nobody_and_the_others_begin_again(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second receiver reads two tensors and no more; the driver gives the update up; sender and first receiver go on without it."""
-    scene, gone = Scene(kind, monkeypatch), threading.Event()
+    scene, in_the_middle, gone = Scene(kind, monkeypatch), threading.Event(), threading.Event()
 
     def dies(_index: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         for _ in range(2):
             next(tensors)
+        in_the_middle.set()
         gone.wait(20)
         raise RuntimeError("dead")
 
     transfer = scene.transfer()
     first, second, sending = scene.receive(transfer, 0), scene.receive(transfer, 1, dies), scene.send(transfer)
+    assert in_the_middle.wait(8)  # it would not have begun yet on a busy machine
     time.sleep(0.5)
     assert not sending.done()
     scene.store.set(transfer.key, "engine-1 died")
