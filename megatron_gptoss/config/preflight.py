@@ -15,7 +15,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 from megatron_gptoss.checkpoint.marker import take_back_old
 from megatron_gptoss.config.fit import changed_config, does_not_fit
@@ -25,12 +27,12 @@ from megatron_gptoss.config.memory import engine_memory
 from megatron_gptoss.config.plan import Cluster, RunPlan
 from megatron_gptoss.config.rules import engine_sizes
 from megatron_gptoss.config.schema import ClusterConfig, Config
-from megatron_gptoss.data.harmony import generation_prefix, render
+from megatron_gptoss.data.harmony import generation_prefix, render, render_marked
 from megatron_gptoss.data.prompts import require_room
 from megatron_gptoss.data.tokenizer import load_tokenizer, tokenizer_is_here
 from megatron_gptoss.errors import CheckpointError, ConfigError, DataError, MachineError
 from megatron_gptoss.obs.run_dir import RunDir, already_there, find_weights, is_run_dir
-from megatron_gptoss.tasks.base import Split, Task
+from megatron_gptoss.tasks.base import Demonstrator, Split, Task
 from megatron_gptoss.types import Prompt
 
 FRAMING_TOKENS = 32  # more than a message's header and end take, beside its content
@@ -240,6 +242,8 @@ def check_inputs(config: Config, command: str = "") -> None:
         prompts = [prompt for split in splits for prompt in task.prompts(split, 0, _how_many(task.epoch_size(split)))]
         if command or tokenizer_is_here(config):
             _check_lengths(prompts, task, config)
+            if hasattr(task, "copy_transcripts"):
+                _check_solutions(cast(Demonstrator, task), config)
     finally:
         task.close()
 
@@ -263,6 +267,23 @@ def _check_lengths(prompts: Sequence[Prompt], task: Task, config: Config) -> Non
     if lengths:
         num_tokens, prompt = max(lengths, key=lambda pair: pair[0])
         require_room(prompt, num_tokens, limits.max_sequence_tokens, limits.max_turn_tokens)
+
+
+def _check_solutions(task: Demonstrator, config: Config) -> None:
+    """Right transcripts, where a task can write them, fit the limits of a rollout; else no rollout could be right."""
+    tokenizer, limits = load_tokenizer(config), config.rollout
+    marked = [render_marked(demo.messages, tokenizer) for demo in task.copy_transcripts("train", 0, GENERATED_PROMPTS)]
+    whole = max(len(each.token_ids) for each in marked)
+    turn = max(sum(run) for each in marked for said, run in groupby(each.said) if said)
+    for key, most, need, what in (
+        ("max_sequence_tokens", limits.max_sequence_tokens, whole, "a right solution"),
+        ("max_turn_tokens", limits.max_turn_tokens, turn, "a turn of one"),
+    ):
+        if need > most:
+            raise ConfigError(
+                f"rollout.{key} = {most}, and {what} of task.name = {config.task.name} may have {need} tokens. "
+                f"Use rollout.{key} = {need + need // 10} or more, or an easier task."
+            )
 
 
 def free_port(cluster: ClusterConfig) -> int:

@@ -288,6 +288,12 @@ def _length_rules(loaded: Loaded) -> Iterator[str]:
             f"{show('trainer.tokens_per_microbatch')} is less than {show('rollout.max_sequence_tokens')}. A sequence is never split over "
             f"microbatches. Use {sequence} or more."
         )
+    task, turns = config.task, config.rollout.max_turns
+    if task.name == "arithmetic" and task.operations >= turns:
+        yield (
+            f"{show('task.operations')} takes a turn for each and one for the answer, and {show('rollout.max_turns')}. No solution could "
+            f"be right. Use rollout.max_turns = {task.operations + 1} or more, or at most {turns - 1} operations."
+        )
     need_gib = sequence * kv_bytes_per_token(config) / 2**30
     if config.cluster.device == "cpu" and need_gib > config.rollout.kv_cache_gib:
         yield (

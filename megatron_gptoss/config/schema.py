@@ -106,7 +106,10 @@ class TaskConfig(Section):
         description="arithmetic, gsm8k, retool, verify_if; or a task of your own: my_task.py, or a module (docs/bring_your_own_task.md)",
     )
     path: str = Field(default="", description="prompt file (JSON lines), for tasks that read one")
-    operations: Annotated[int, Field(ge=2)] = Field(default=2, description="arithmetic: of a problem; a right solution calls once for each")
+    operations: Annotated[int, Field(ge=2, le=20)] = Field(
+        default=2,
+        description="arithmetic: of a problem; a right solution calls once for each. Of more than 20 hardly any draw keeps to six digits",
+    )
     digits: Annotated[int, Field(ge=2, le=5)] = Field(
         default=2, description="arithmetic: of a problem's first two numbers; the others have one less, and no value more than six"
     )

@@ -163,6 +163,7 @@ RULES = [
     (["--model.head_dim=63"], "Nearest working sizes: 62, 64."),
     (["--rollout.max_turn_tokens=200"], "Use rollout.max_turn_tokens = 100, or rollout.max_sequence_tokens = 400."),
     (["--rollout.max_sequence_tokens=512", "--model.max_position_embeddings=256"], "Use at most 256."),
+    (["--task.operations=5"], "No solution could be right. Use rollout.max_turns = 6 or more, or at most 4 operations."),
     (["--trainer.tokens_per_microbatch=100"], "Use 200 or more."),
     (["--model.vocab_size=512"], 'Use model.vocab_size = 201088 or more, or tokenizer.name = "tiny".'),
     (["--model.vocab_size=100", "--tokenizer.name=tiny"], "Use model.vocab_size = 512 or more."),
@@ -398,6 +399,21 @@ def test_a_prompt_that_a_task_makes_up_is_measured_too():
     # 23 tokens with `<|start|>assistant`, as a rollout begins (test_collect.py).
     with pytest.raises(ConfigError, match=r"prompt arithmetic/.* has 23 tokens .*max_sequence_tokens = 23 "):
         check_inputs(tiny("--rollout.max_sequence_tokens=23").config)
+
+
+@pytest.mark.parametrize(("key", "low"), [("max_sequence_tokens", 150), ("max_turn_tokens", 8)])
+def test_limits_that_no_right_solution_keeps_are_refused_and_the_cure_is_one(key, low):
+    hard = ("--task.operations=6", "--task.digits=5", "--rollout.max_turns=7")
+
+    def check(limit: int) -> None:
+        check_inputs(tiny(*hard, "--rollout.max_sequence_tokens=400", "--rollout.max_turn_tokens=40", f"--rollout.{key}={limit}").config)
+
+    with pytest.raises(ConfigError, match=rf"rollout\.{key} = \d+, and a .* of task.name = arithmetic may have \d+ tokens") as caught:
+        check(low)
+    check(int(re.search(r"= (\d+) or more", str(caught.value))[1]))
+    check(int(re.search(r"have (\d+) tokens", str(caught.value))[1]))
+    with pytest.raises(ConfigError):
+        check(int(re.search(r"have (\d+) tokens", str(caught.value))[1]) - 1)
 
 
 def test_a_split_without_prompts_is_refused_where_the_command_needs_it(tmp_path):
