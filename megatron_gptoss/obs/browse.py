@@ -99,6 +99,7 @@ class Reader:
     def __init__(self, every: Sequence[Archive], place: Place, tokenizer: Tokenizer):
         self.every, self.place, self.tokenizer = every, place, tokenizer
         self._read: tuple[Archive, list[Transcript]] | None = None
+        self._wrapped: tuple[Transcript | None, tuple[Measure, int], list[Text]] | None = None
 
     @property
     def archive(self) -> Archive:
@@ -181,14 +182,7 @@ class Reader:
         """`height` lines or fewer, none wider than `width`."""
         if self.place.helps:
             return [Text(f"  {keys:10} {words}") for keys, words in HELP][:height]
-        head, foot = self._head(), self._foot()
-        console = RichConsole(width=width, color_system=None)
-        fitted = [line for part in (head, foot) for line in part]
-        for line in fitted:
-            line.truncate(width, overflow="ellipsis")
-        here = self.here
-        parts = conversation(here, self.place.measure, self.limit) if here else [Text("Nothing matches the filter.", style="yellow")]
-        lines = [line for part in parts for line in part.wrap(console, width)]
+        head, foot, lines = self._head(), self._foot(), self._lines(width)
         room = max(height - len(head) - len(foot), 1)
         top = min(self.place.top, max(len(lines) - room, 0))
         self.place = replace(self.place, top=top)
@@ -196,7 +190,18 @@ class Reader:
         if top + room < len(lines):
             more = len(lines) - top - room
             foot[0] = Text(f"{more} more line{'s' if more > 1 else ''} below (↓)", style="yellow")
+        for line in (*head, *foot):
+            line.truncate(width, overflow="ellipsis")
         return [*head, *shown, *[Text()] * (room - len(shown)), *foot][:height]
+
+    def _lines(self, width: int) -> list[Text]:
+        """The conversation, wrapped. Kept while only the place in it changes: of a long one it takes seconds."""
+        here, measure = self.here, self.place.measure
+        if self._wrapped is None or self._wrapped[0] is not here or self._wrapped[1] != (measure, width):
+            parts = conversation(here, measure, self.limit) if here else [Text("Nothing matches the filter.", style="yellow")]
+            console = RichConsole(width=width, color_system=None)
+            self._wrapped = here, (measure, width), [line for part in parts for line in part.wrap(console, width)]
+        return self._wrapped[2]
 
     def _head(self) -> list[Text]:
         place, kept, here = self.place, self.kept, self.here

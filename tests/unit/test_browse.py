@@ -147,6 +147,22 @@ class TestScreen:
             if words.isascii() and words.isprintable():
                 assert words.replace(" ", "") in text.replace(" ", "")
 
+    def test_it_fits_wherever_a_character_of_two_cells_does(self, run):
+        r = reader(run)
+        for width, height in [(w, h) for w in (2, 3, 5, 11, 24) for h in (1, 3, 8, 9, 20)]:
+            lines = r.screen(width, height)
+            assert len(lines) <= height and all(line.cell_len <= width for line in lines), (width, height)
+
+    def test_what_is_drawn_follows_every_change(self, run):
+        r = reader(run)
+        seen = [drawn(r, width=60, height=40, colour="truecolor")]
+        for key in "cnnS":
+            r.press(key)
+            seen.append(drawn(r, width=60, height=40, colour="truecolor"))
+        assert len(set(seen)) == len(seen)
+        assert drawn(r, width=60) == drawn(r, width=60) != drawn(r, width=90)
+        assert drawn(r, width=50, height=40) == drawn(Reader(r.every, r.place, TINY), width=50, height=40), "as if nothing was kept"
+
     def test_no_control_character_of_a_model_reaches_the_terminal(self, run):
         r = reader(run)
         for text in (drawn(r), plain(r.here), plain(r.here, tokens=True)):
