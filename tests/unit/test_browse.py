@@ -1,6 +1,7 @@
 """The terminal viewer: keys lead where they say, filters keep what they say, and what is drawn fits and steers no terminal."""
 
 import math
+import os
 import pty
 import re
 import sys
@@ -10,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from megatron_gptoss.data.harmony import generation_prefix
-from megatron_gptoss.errors import ConfigError, DataError
-from megatron_gptoss.obs.browse import ESCAPES, Filter, Place, Reader, keys, plain, shown
+from megatron_gptoss.errors import ConfigError, DataError, MachineError
+from megatron_gptoss.obs.browse import ESCAPES, ROLE_STYLES, Filter, Place, Reader, conversation, keys, legend, number, plain, shown
 from megatron_gptoss.obs.console import visible
-from megatron_gptoss.obs.shades import GROUND, HUES, LOGP_LIMIT, limits, shade, strength
+from megatron_gptoss.obs.shades import GROUND, HUES, LOGP_LIMIT, VERSIONS, limits, shade, strength
 from megatron_gptoss.obs.shelf import archives, choose
 from megatron_gptoss.obs.transcript import Token
 from megatron_gptoss.rl.samples import sample_name
@@ -112,6 +113,19 @@ class TestKeys:
         r.press("C")
         assert r.place.measure == "none"
 
+    def test_a_filter_keeps_the_place_of_what_it_keeps(self, run):
+        r = reader(run)
+        r.press("g")
+        r.press("n")
+        r.press("r")
+        assert at(r) == (10, "p/1", 1) and r.place.rollout == 2 and r.place.filter.reward == "above 0"
+
+    @pytest.mark.parametrize(
+        ("words", "ids"), [("p/1", ["p/1"] * 2), ("(37+58)", ["p/1"] * 2), ("onerror", ["p/0"] * 2), ("/", ["p/0", "p/0", "p/1", "p/1"])]
+    )
+    def test_a_prompt_is_found_by_its_id_and_by_its_text(self, run, words, ids):
+        assert [t.rollout.prompt.id for t in reader(run, filter=Filter(prompt=words)).kept] == ids
+
     def test_a_filter_that_keeps_nothing_says_so_and_keys_go_on_working(self, run):
         r = reader(run, filter=Filter(prompt="nowhere"))
         assert "Nothing matches the filter." in drawn(r)
@@ -152,6 +166,20 @@ class TestScreen:
         for width, height in [(w, h) for w in (2, 3, 5, 11, 24) for h in (1, 3, 8, 9, 20)]:
             lines = r.screen(width, height)
             assert len(lines) <= height and all(line.cell_len <= width for line in lines), (width, height)
+
+    def test_the_end_is_the_end_and_what_is_below_is_counted(self, run):
+        r = reader(run)
+        below = lambda: next(iter(map(int, re.findall(r"(\d+) more lines? below", drawn(r, width=50, height=14)))), 0)  # noqa: E731
+        first = below()
+        r.press("j")
+        assert below() == first - 1 > 0
+        for _ in range(50):
+            r.press(" ", page=6)
+        assert below() == 0
+        r.press("k")
+        assert below() == 1, "a line up is a line up, however often one has asked for more"
+        r.press("0")
+        assert below() == first
 
     def test_what_is_drawn_follows_every_change(self, run):
         r = reader(run)
@@ -195,6 +223,41 @@ class TestScreen:
         assert sampled == "".join(visible(t.text) for t in r.here.tokens if t.sampled)
         assert "# Tools" in coloured
 
+    def test_what_was_given_is_dim_and_who_speaks_has_a_colour(self, run):
+        r = reader(run)
+        lines = list(conversation(r.here, "advantage", r.limit))
+        for message, title, text in zip(r.here.messages, lines[::3], lines[1::3], strict=True):
+            assert title.spans[0].style == f"bold {ROLE_STYLES[message.role]}" and title.plain.startswith(message.title)
+            said = [token for token in message.tokens if visible(token.text)]
+            assert [span.style == "dim" for span in text.spans] == [not token.sampled for token in said]
+        assert len({ROLE_STYLES[m.role] for m in r.here.messages}) == 4
+
+    def test_the_head_has_the_groups_rewards_with_the_one_that_is_read(self, run):
+        r = reader(run)
+        for index, styles in ((0, ["red reverse", "green"]), (1, ["red", "green reverse"])):
+            line = r.screen(100, 30)[1]
+            assert line.plain == "group 1 of 2   0  1 " and [span.style for span in line.spans[1:]] == styles
+            assert r.screen(100, 30)[2].spans[0].style == ("bold red", "bold green")[index]
+            r.press("n")
+
+    def test_the_strongest_colour_is_the_steps_not_the_rollouts(self, run):
+        path = run / "rollouts" / "step-10.scores.jsonl"
+        rollouts = [r for g in a_step() for r in g.rollouts]
+        write_scores(path, 10, [scores_of(r, sample_name(r), advantage=-n / 4, gap=n / 8) for n, r in enumerate(rollouts)])
+        r = reader(run)
+        assert r.limit == 0.75 and " -0.75  0  +0.75 " in drawn(r, width=160)
+        r.press("c")
+        assert r.limit == 0.375 and "-0.375  0  +0.375   nats" in drawn(r, width=160)
+
+    def test_a_legend_of_log_probs_ends_at_0_and_the_least_likely_are_named(self, run):
+        r = reader(run, measure="logp")
+        text = drawn(r, width=200)
+        assert re.search(r"engine's log-prob +-3 +0 +nats", text) and "+3" not in text
+        least = min((t for t in r.here.tokens if t.sampled), key=lambda t: t.logp)
+        assert f"least likely, nats: {visible(least.text)!r} {least.logp:+.3g}" in text
+        r.press("C")
+        assert "largest mismatch, nats: " in drawn(r, width=200)
+
     def test_what_is_not_known_is_said(self, run):
         r = reader(run, step=2)
         assert "not known of this rollout: it was not trained, or without run.archive_scores" in drawn(r, width=160)
@@ -203,6 +266,8 @@ class TestScreen:
         for _ in range(2):
             r.press("c")
         assert re.search(r"policy version +3 +4\b", drawn(r, width=160))
+        grounds = {str(span.style).partition(" on ")[2] for span in legend("version", 0.0, r.here).spans} - {""}
+        assert grounds == {"#{:02x}{:02x}{:02x}".format(*VERSIONS[version]) for version in (3, 4)}
 
 
 class TestShades:
@@ -222,6 +287,14 @@ class TestShades:
         assert shade(tokens[1], "mismatch", most["mismatch"]) == GROUND == shade(tokens[0], "advantage", most["advantage"])
         assert shade(Token(0, 7, "a", False, False), "advantage", 1.0) is None and shade(tokens[0], "none", 1.0) is None
 
+    def test_each_of_six_policies_has_its_colour_and_an_unknown_one_the_ground(self):
+        grounds = [shade(self.token(version=version), "version", 0.0) for version in range(7)]
+        assert len(set(grounds)) == 6 and grounds[6] == grounds[0]
+        assert shade(self.token(), "version", 0.0) == GROUND not in grounds
+
+    def test_small_numbers_keep_their_digits(self):
+        assert [number(x) for x in (0.0, 0.42, -3.0, 1.234e-4, -9e-9, 1e-3)] == ["0", "+0.42", "-3", "+1.23e-04", "-9.00e-09", "+0.001"]
+
 
 class TestPlain:
     def test_a_token_line_has_all_that_is_known(self, run):
@@ -239,8 +312,15 @@ class TestPlain:
         assert "-- assistant, final: 6 of 8 sampled" in text and "-- user:" in text
 
 
+def test_keys_without_a_terminal_are_an_error_that_says_what_to_use(monkeypatch):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(ours))
+    with pytest.raises(MachineError, match="Use --plain"), keys():
+        pass
+    os.close(theirs)
+
+
 def test_keys_of_a_terminal_become_names_and_the_terminal_is_as_before(monkeypatch):
-    import os
     import termios
 
     ours, theirs = pty.openpty()

@@ -3,9 +3,11 @@
 What the script makes of the data is looked at in a browser where there is one.
 """
 
+import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import accumulate, pairwise
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from megatron_gptoss.errors import DataError, MachineError
 from megatron_gptoss.obs.rollouts_page import blocks_of, spread, write_page
 from megatron_gptoss.obs.shelf import archives
+from megatron_gptoss.obs.transcript import transcript
 from megatron_gptoss.rl.samples import sample_name
 from megatron_gptoss.rollout.archive import read_archive, write_archive
 from megatron_gptoss.rollout.scores import write_scores
@@ -66,7 +69,10 @@ def test_every_token_of_every_archive_is_in_the_page_once_and_in_order(run):
             pieces = [data["pieces"][number] for number in ours["t"]]
             assert tuple(piece[0] for piece in pieces) == theirs.token_ids
             assert "".join(piece[1] for piece in pieces) == TINY.decode(theirs.token_ids)
-            assert sum(sum(m[4:]) for m in ours["m"]) == len(theirs.token_ids)
+            read = transcript(theirs, 0, TINY)
+            assert [m[4:] for m in ours["m"]] == [[len(m.header), len(m.body), len(m.end)] for m in read.messages]
+            assert [m[:4] for m in ours["m"]] == [[m.role, m.name, m.channel, m.recipient] for m in read.messages]
+            assert [len(piece) == 3 for piece in pieces] == [TINY.special_name(token) is not None for token in theirs.token_ids]
             edges = [0, *accumulate(ours["s"])]
             flags = [n % 2 == 1 for n, (a, b) in enumerate(pairwise(edges)) for _ in range(a, b)]
             assert tuple(flags) == theirs.sampled
@@ -85,6 +91,25 @@ def test_scores_come_with_their_step_alone_and_what_is_the_same_is_said_once(run
     assert data["run"]["prompts"] == {"p/0": ["train-1", "train-2"], "p/1": ["train-1", "eval-2", "train-2"]}
 
 
+def test_limits_are_of_all_rollouts_and_what_is_not_finite_is_said(tmp_path):
+    groups = a_step()
+    odd = [replace(r, reward=math.nan, logp=tuple(-math.inf if lp else lp for lp in r.logp)) for r in groups[1].rollouts]
+    groups[1] = replace(groups[1], rollouts=tuple(odd))
+    write_archive(tmp_path / "rollouts" / "step-1.jsonl", 1, groups, TINY)
+    rollouts = [r for g in groups for r in g.rollouts]
+    scores = [scores_of(r, sample_name(r), advantage=-n / 2) for n, r in enumerate(rollouts)]
+    write_scores(tmp_path / "rollouts" / "step-1.scores.jsonl", 1, scores)
+    for tokens, shown in ((1, 1), (10_000, 2)):
+        data = dict(blocks_of(page_of_folder(tmp_path, tokens=tokens)))
+        assert len(data["train-1"]["groups"]) == shown and data["run"]["prompts"] == {}
+        assert (
+            data["run"]["steps"][0]["limits"] == {"advantage": 1.5, "mismatch": 0.25, "logp": 3}
+            and data["run"]["steps"][0]["mean"] == "nan"
+        )
+    last = data["train-1"]["groups"][1]["rollouts"][1]
+    assert (last["reward"], last["adv"], last["mm"][0], last["lp"][1]) == ("nan", -1.5, 0.25, "-inf")
+
+
 def test_hostile_text_adds_no_element(run, tmp_path):
     quiet = tmp_path / "quiet"
     write_archive(quiet / "rollouts" / "step-1.jsonl", 1, a_step()[1:], TINY)
@@ -92,7 +117,7 @@ def test_hostile_text_adds_no_element(run, tmp_path):
     assert hostile.count("script") == calm.count("script") + 2, "two more archives, two more blocks of data"
     assert [name for name in hostile if name != "script"] == [name for name in calm if name != "script"]
     page = page_of(run)
-    assert HOSTILE not in page and "<img" not in page and page.count("</title>") == 1
+    assert HOSTILE not in page and "<img" not in page and "<title>a run&lt;/title&gt;: rollouts</title>" in page
     assert "{{" not in page.split("<script>")[0].replace("{{script}}", ""), "no mark of the template is left"
     assert dict(blocks_of(page))["train-1"]["groups"][0]["prompt"] == HOSTILE
 
