@@ -364,17 +364,18 @@ def test_a_row_of_the_table_worked_by_hand(tmp_path):
         made.append({"step": step, "reward/mean": step / 10, "mismatch/k3": step / 1000, "mismatch/log_ppl_abs_diff": step,
                      "train/skipped": 0.0, "policy/clip_fraction": 0.5 * (step == 12),
                      "policy/ratio_max_abs_dev": 0.25 * (step == 3)})  # fmt: skip
-    for row, norm in zip(made[1:], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], strict=False):
+    for row, norm in zip(made[1:], [1, 2, 3, 4, 5, 6, 7, 8, 9, 100], strict=False):
         row["grad/norm"] = norm
     made[11]["train/skipped"] = made[12]["train/skipped"] = 1.0  # the last two made no update, and so have no gradient
     made[12]["eval/success"] = 0.75
     keep(tmp_path, "all-on", of=made)
     cells = reproduce._cells(reproduce.kept_runs(tmp_path)["all-on"][0])
-    assert cells == ["12 (2 without update)", "0.250", "0.750", "0.750", "5.5", "10", "0.0065", "0.012", "7.5", "0.0417", "0.25"]
+    assert cells == ["12 (2 without update)", "0.250", "0.750", "0.750", "5.5", "100", "0.0065", "0.012", "7.5", "0.0417", "0.25"]
     made[5]["grad/norm"], made[6]["mismatch/k3"] = math.inf, math.nan
     cells = reproduce._cells(kept(of=made, ended=reproduce.FAILED))
     assert cells[0] == "12 (failed, 2 without update)" and (cells[5], cells[7]) == ("inf", "nan"), "the largest hides nothing"
     assert reproduce._cells(kept(of=[{"step": 0}])) == ["0", *["-"] * 10]
+    assert reproduce._cells(kept(of=made[:1]))[1:3] == ["0.250", "-"], "once measured is not before and after"
 
 
 GOOD = {"steps": 150, "slope": 0.001}
@@ -390,6 +391,7 @@ GOOD = {"steps": 150, "slope": 0.001}
         (lambda made: made[-1].update({"eval/success": 0.59}), {}, [1]),
         (lambda made: made[-1].pop("eval/success"), {}, [1]),
         (lambda made: made[0].pop("eval/success"), {}, [1]),
+        (lambda made: (made[0].pop("eval/success"), made[5].update({"eval/success": 0.1})), {}, [1]),
         (lambda made: made[40].update({"policy/ratio_max_abs_dev": 1e-7}), {}, [2]),
         (lambda made: made[40].pop("policy/ratio_max_abs_dev"), {}, [2]),
         (lambda made: made[40].update({"mismatch/k3": 0.002}), {}, [3]),
@@ -450,6 +452,7 @@ def test_the_timeline_of_a_traced_long_run_is_kept_and_drawn_again(tmp_path, cal
                 ("step 2", 1000, 1000),
                 ("rollout", 1000, 600),
                 ("sync", 1600, 50),
+                ("in it", 1660, 200),
                 ("update", 1650, 300),
                 ("pack", 1950, 10),
             ]
@@ -462,7 +465,7 @@ def test_the_timeline_of_a_traced_long_run_is_kept_and_drawn_again(tmp_path, cal
     assert reproduce.run_all(plan(tmp_path, flags=["--run.trace_steps=1"]), ["main"], [0]) == []
     out, page = tmp_path / "out", tmp_path / "page.md"
     trace = json.loads(gzip.decompress((out / "main-0.trace.json.gz").read_bytes()))
-    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"} == {"step 2", "rollout", "sync", "update", "pack"}
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"} == {"step 2", "rollout", "sync", "update", "in it", "pack"}
     page.write_text("# Title\n\n<!-- timeline: made by tools/reproduce.py -->\n<!-- timeline: end -->\n\nThe end.\n")
     reproduce.draw(out, page)
     text = page.read_text()
