@@ -20,12 +20,16 @@ def test_a_setting_is_run_kept_and_drawn(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     about, *rows = map(json.loads, (tmp_path / "docs" / "kept" / "main-0.jsonl").read_text().splitlines())
-    assert (about["setting"], about["steps"], about["finished"]) == ("main", 2, True)
+    assert (about["setting"], about["steps"], about["ended"]) == ("main", 2, "finished") and about["seconds"] > 0 and about["warm"]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all({"reward/mean", "policy/entropy", "policy/kl_ref", "mismatch/k3"} <= row.keys() for row in rows[1:])
     assert {"eval/success"} <= rows[0].keys() & rows[2].keys()
     assert (tmp_path / "docs" / "kept" / "a.png").stat().st_size > 20_000
     assert "| everything on, the long run | 0 | 2 |" in (tmp_path / "docs" / "page.md").read_text()
+    assert "main-0: NOT MET: at least 150 steps in one run of at most 9 minutes, engine start included (2 steps in " in done.stdout
+    assert "main-0: met: `policy/ratio_max_abs_dev` is 0.0 at every step (largest 0)" in done.stdout
+    assert "holds the last 1 steps of main-0." in (tmp_path / "docs" / "page.md").read_text()
+    assert (tmp_path / "docs" / "kept" / "main-0.trace.json.gz").stat().st_size > 500
     assert not list((tmp_path / "runs" / "main-0" / "checkpoints").iterdir()), "nothing goes on from these runs"
     # The timeline of its last step: all processes in it, and the parts of the step inside the step.
     events = json.loads((tmp_path / "runs" / "main-0" / "trace.json").read_text())["traceEvents"]
