@@ -14,10 +14,10 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -34,7 +34,10 @@ from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
 # Calls an actor accepts at once, so that no probe ever waits behind others. Turns are none (turns.py).
 MAX_CALLS_AT_ONCE = 256
+LOOK_S = 0.5  # between two looks whether the engine core lives that an answer is awaited from
 INTERRUPT_AGAIN_S = 0.05  # a turn that vLLM did not know yet when it was told to abort it
+
+Answer = TypeVar("Answer")
 
 
 class EngineDied(Exception):
@@ -195,6 +198,9 @@ class Engine:
 
         Raises: WeightsRefused when any tensor is unknown, misshapen, missing or double; the engine then holds NO_WEIGHTS. EngineDied.
         """
+        return await self._with_the_core("an update", self._update_weights(version, buckets))
+
+    async def _update_weights(self, version: PolicyVersion, buckets: Sequence[bytes]) -> HeldWeights:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -212,8 +218,8 @@ class Engine:
                 if not await self.llm.reset_prefix_cache():
                     raise RuntimeError("vLLM did not reset its prefix cache")
                 reports = {tuple(report) for report in await self.llm.collective_rpc("held_weights")}
-            except EngineDeadError as error:
-                raise EngineDied(f"vLLM's engine core died during an update: {error}") from None
+            except EngineDeadError:
+                raise
             except Exception as error:
                 if is_open:  # vLLM refuses the next start while one is open, and only finishing closes it
                     with contextlib.suppress(Exception):
@@ -236,6 +242,9 @@ class Engine:
 
         Raises WeightsRefused: the engine then holds NO_WEIGHTS, and may be given another update. EngineDied.
         """
+        return await self._with_the_core("an update", self._receive_weights(receipt))
+
+    async def _receive_weights(self, receipt: Receipt) -> HeldWeights:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         version, laps = receipt.transfer.version, _Laps()
@@ -255,8 +264,8 @@ class Engine:
                     laps.mark("wake cache")
                 if not await self.llm.reset_prefix_cache():
                     raise RuntimeError("vLLM did not reset its prefix cache")
-            except EngineDeadError as error:
-                raise EngineDied(f"vLLM's engine core died during an update: {error}") from None
+            except EngineDeadError:
+                raise
             except Exception as error:
                 raise WeightsRefused(f"update to version {version}: {error}") from None
             for _, _, _, problem, _ in reports:
@@ -273,6 +282,9 @@ class Engine:
 
     async def sleep(self) -> None:
         """Give the GPU's memory back: weights and cache are gone, and the next update wakes the engine. No turn may be running."""
+        await self._with_the_core("falling asleep", self._sleep())
+
+    async def _sleep(self) -> None:
         async with self.gate.update():
             self.held = HeldWeights(NO_WEIGHTS, 0, 0)
             if self.settings.sleeps and not self.asleep:
@@ -293,12 +305,22 @@ class Engine:
 
     async def probe(self) -> None:
         """Returns when this actor, vLLM's engine core and all its workers have answered; the core does so between two steps. EngineDied."""
+        await self._with_the_core("a health probe", self.llm.collective_rpc("alive"))
+
+    async def _with_the_core(self, what: str, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Work that waits for vLLM's engine core. vLLM leaves a call unanswered whose core dies meanwhile, so this looks. EngineDied."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        task = asyncio.create_task(work)
         try:
-            await self.llm.collective_rpc("alive")
+            while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+                if self.llm.errored:
+                    raise EngineDied(f"vLLM's engine core died during {what}")
+            return task.result()
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine core died: {error}") from None
+            raise EngineDied(f"vLLM's engine core died during {what}: {error}") from None
+        finally:
+            task.cancel()
 
     async def stop(self) -> None:
         if self.llm is not None:

@@ -18,7 +18,7 @@ from megatron_gptoss.config.load import load, parse_flags
 from megatron_gptoss.config.plan import Cluster, make_plan
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.types import TurnRequest, TurnResult
-from tests.helpers.runs import CONFIGS, ROOT, metrics, must, timeless
+from tests.helpers.runs import CONFIGS, ROOT, metrics, must, timeless, wait_for
 
 # Two ranks that divide the experts, so that all weights are gathered; an entropy term, so that they change from the first step on.
 FLAGS = [
@@ -26,6 +26,7 @@ FLAGS = [
     "--run.final_eval_prompts=0", "--rl.sequences_per_step=8", "--rollout.group_size=4", "--rl.drop_uniform_groups=false",
     "--rl.entropy_coef=0.05", "--rl.warmup_steps=0", "--parallel.data=2", "--parallel.expert=2", "--rollout.weight_bucket_mib=0.3",
 ]  # fmt: skip
+TURN_TIMEOUT_S = 300
 
 
 def test_a_run_is_the_same_whatever_way_its_weights_go(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def session(tmp_path_factory: pytest.TempPathFactory):
         "--rollout.weight_sync=broadcast",
         "--rollout.weight_bucket_mib=0.1",
         "--rollout.num_engines=2",
-        "--rollout.turn_timeout_s=300",
+        f"--rollout.turn_timeout_s={TURN_TIMEOUT_S}",
     ]
     loaded = load(*parse_flags([*CONFIGS, *flags, f"--run.dir={folder}", "--rollout.start_timeout_s=400"]))
     plan = make_plan(loaded, Cluster(num_cpus=2, num_gpus=0))
@@ -82,6 +83,8 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_replaced_and_holds_what_
         assert publishing.is_alive()
         for process in processes:
             process.kill()
+        # Long before the update's deadline, for which alone vLLM would wait when its core dies.
+        wait_for(lambda: session.pool.slots[1].engine is not engine, f"the end of the {victim}", timeout=TURN_TIMEOUT_S / 4)  # noqa: B023
         publishing.join(400)
         assert not publishing.is_alive() and session.pool.counts.restarts == version
         assert session.link.digest == digest, "the same weights"
