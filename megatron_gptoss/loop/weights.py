@@ -108,6 +108,9 @@ class WeightLink:
                 broken = any(each.problem for each in sent) or any(isinstance(found[engine.name], Exception) for engine in living)
                 if not (broken and died and living):
                     break
+        problem = next((each.problem for each in sent if each.problem), "")
+        if problem and living and all(isinstance(answers[engine.name], HeldWeights) for engine in living):
+            raise TrainerFailed(f"the trainer did not send version {policy.version} as a whole: {problem}")
         digests = {each.digest for each in sent if not each.problem}
         if len(digests) > 1:
             raise TrainerFailed(f"trainer ranks gathered different weights for version {policy.version}: digests {sorted(digests)}")

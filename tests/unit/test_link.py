@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_gptoss.config.placement import Place
-from megatron_gptoss.errors import MachineError
+from megatron_gptoss.errors import MachineError, TrainerFailed
 from megatron_gptoss.loop import weights as link_module
 from megatron_gptoss.loop.weights import WeightLink, ranks_beside
 from megatron_gptoss.rollout.engine import EngineDied, HeldWeights, WeightsRefused
@@ -203,6 +203,22 @@ def test_a_death_after_everything_was_sent_costs_the_others_nothing(kind: Kind, 
         given = await link.policy(0).give(engines, 8.0)
         assert [type(answer) for answer in given.answers] == [HeldWeights, EngineDied]
         assert given.answers[0].digest == given.digest and holds(engines[0])  # type: ignore[union-attr]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_failed_after_all_had_confirmed_is_named(kind: Kind, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        link, engine, send_weights = new_link(world, kind), Engine("a"), world.send_weights
+
+        def fails_late(transfer: Transfer, slots: Sequence[tuple[int, ...] | None], changes: int) -> list[Sent]:
+            send_weights(transfer, slots, changes)
+            return [Sent(0, "trainer rank 0: out of memory in the digest")]
+
+        monkeypatch.setattr(world, "send_weights", fails_late)
+        with pytest.raises(TrainerFailed, match="did not send version 3 as a whole: trainer rank 0: out of memory in the digest"):
+            await link.policy(3).give([engine], 8.0)
 
     asyncio.run(story())
 
