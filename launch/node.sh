@@ -55,9 +55,9 @@ wait_for_head() {  # port
   return 1
 }
 
-# TERM reaches Ray too, which ends its own processes; bash waits for it and then cleans up. Of what Ray wrote its logs are kept.
+# TERM reaches Ray too, which ends its own processes; bash waits for it, ends what is left, and cleans up. Of what Ray wrote its logs are kept.
 ray_node() {
-  local role=$1 port=$2 run=$3 tmp=$GPTOSS_LOCAL_TMP/gptoss-$job where own rc
+  local role=$1 port=$2 run=$3 tmp=$GPTOSS_LOCAL_TMP/gptoss-$job where own rc keeper
   trap : TERM
   trap '' USR1
   own=$(address)
@@ -66,8 +66,15 @@ ray_node() {
   else where=(--address="$GPTOSS_HEAD:$port"); wait_for_head "$port" || exit 1; fi
   [ "${GPTOSS_OBJECT_STORE:-0}" = 0 ] || where+=(--object-store-memory="$GPTOSS_OBJECT_STORE")
   echo "$(date +%T) Ray on $me ($own): ${where[*]}, $cpus CPUs, $(num_gpus) GPUs"
-  ray start "${where[@]}" --node-ip-address="$own" --num-cpus="$cpus" --num-gpus="$(num_gpus)" --temp-dir="$tmp" --block
+  # Where the head is lost the raylet ends, but its agents wait for the head for minutes, and Slurm may have lost sight of them.
+  exec 9> >(trap '' TERM USR1; exec python -m megatron_gptoss.loop.orphans $$)
+  keeper=$!
+  ray start "${where[@]}" --node-ip-address="$own" --num-cpus="$cpus" --num-gpus="$(num_gpus)" --temp-dir="$tmp" --block 9>&-
   rc=$?
+  trap '' PIPE
+  echo now >&9
+  exec 9>&-
+  wait "$keeper"
   mkdir -p "$GPTOSS_RUNS/launch-$run/ray-$me"
   cp "$tmp"/session_2*/logs/{raylet,gcs_server}.{out,err} "$GPTOSS_RUNS/launch-$run/ray-$me/" 2>/dev/null
   rm -rf "$tmp"

@@ -250,6 +250,15 @@ def child(monkeypatch, script):
     monkeypatch.setattr(reproduce.subprocess, "Popen", lambda _command, **how: POPEN([sys.executable, "-c", script], **how))
 
 
+@pytest.fixture
+def hears_ctrl_c():
+    """As from a terminal, and as main() sees to it: who is started in the background is deaf to it, and so are his children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_child_is_ended_at_the_deadline_as_by_ctrl_c(tmp_path, monkeypatch):
     child(monkeypatch, "import time\ntry: print('begun', flush=True), time.sleep(60)\nexcept KeyboardInterrupt: print('ended in order')")
     of, log = plan(tmp_path), tmp_path / "log"
