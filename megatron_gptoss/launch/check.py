@@ -98,7 +98,8 @@ def read_reports(files: Sequence[Path]) -> list[Report]:
             text = file.read_text()
         except OSError as error:
             raise ConfigError(f"--read {file}: {error.strerror}") from None
-        found = _object(text)
+        # srun says in the same file that the step has failed, in lines of its own, in the middle of what a node has still to say.
+        found = _object("".join(line for line in text.splitlines(keepends=True) if not line.startswith(("srun: ", "slurmstepd: "))))
         if "checks" not in found:
             last = (text.strip().splitlines() or ["no words"])[-1][:300]
             reports.append(Report(file.stem, "", 0.0, [Check("check", False, f"did not end: {last}")]))

@@ -268,8 +268,9 @@ def test_bad_nodes_are_those_that_fail_themselves_or_are_blamed_by_the_first(tmp
 
 def test_a_summary_reads_what_nodes_wrote_and_names_one_that_died(tmp_path, capsys):
     for one in (report("elsewhere"), report("n2", Check("disk", False, "full", "node"))):
+        begun, _, rest = json.dumps(one.as_json(), indent=1).partition("\n")
         (tmp_path / f"{one.host}.json").write_text(
-            f"srun: a word before it\n{json.dumps(one.as_json(), indent=1)}\nsrun: error: exit code 2\n"
+            f"srun: a word before it\n{begun}\nsrun: error: n2: task 0: Exited\n{rest}\nsrun: error: exit code 2\n"
         )
     (tmp_path / "n1.json").write_text((tmp_path / "elsewhere.json").read_text())
     (tmp_path / "n3.json").write_text("Traceback ...\nsrun: error: n3: task 0: Killed\n")
