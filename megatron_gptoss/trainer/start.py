@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_gptoss.checkpoint.progress import Progress
@@ -127,7 +127,7 @@ class TrainingWorld:
     def _died(self, rank: int, phase: str, error: Exception) -> TrainerFailed:
         self.healthy = False
         log = self.log(rank)
-        if isinstance(error, RayActorError):
+        if isinstance(error, ActorDiedError) and not error.actor_init_failed:
             # Ray's text is long and knows no more; what the process last said is in its log.
             words = "its process is gone. Something outside killed it (the kernel, for want of memory? see dmesg) or it crashed"
         else:
