@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from megatron_gptoss.config.fit import changed_config, fits, host_bytes_per_node
+from megatron_gptoss.config.fit import changed_config, fits
+from megatron_gptoss.config.host_memory import checkpoint_per_node, optimizers_per_node
 from megatron_gptoss.config.layout import world_size
 from megatron_gptoss.config.load import Loaded, load
 from megatron_gptoss.config.rank_memory import GIB, RankMemory, worst_rank
@@ -77,7 +78,8 @@ def _parts() -> str:
         rows.append([name, phase, *map(_gib, sizes)])
     rows.append(["**tensors at the worst moment**", "", *(f"**{_gib(m.allocated)}** ({m.worst_phase})" for m in memories.values())])
     rows.append(["**in all, of 139.8**", "", *(f"**{_gib(m.total)}**" for m in memories.values())])
-    rows.append(["in host memory, a node", "", *(_gib(host_bytes_per_node(c)) for c in plans.values())])
+    rows.append(["host, a node: optimizers", "", *(_gib(optimizers_per_node(c)) for c in plans.values())])
+    rows.append(["host, a node: a checkpoint's copy", "", *(_gib(checkpoint_per_node(c)) for c in plans.values())])
     title = "### Every part of five plans, GiB on the worst rank\n"
     return title + "\n" + _table(["part", "when", *plans], rows)
 
@@ -97,7 +99,7 @@ def _nodes() -> str:
 
 ROW = [
     "layout", "recompute", "optimizer", "weights", "gradients", "optimizer state", "activations kept", "the rest", "in all",
-    "worst moment", "host, a node",
+    "worst moment", "host, a node: optimizers + a checkpoint's copy",
 ]  # fmt: skip
 
 
@@ -109,7 +111,13 @@ def _row(found: Found) -> list[str]:
     offload = f", {c.trainer.optimizer_offload:.0%} on the host" if c.trainer.optimizer_offload else ""
     known = [found.part(name) for name in ("weights", "gradients", "optimizer", "activations kept")]
     rest = found.rank.total - sum(known)
-    sizes = [*map(_gib, known), _gib(rest), f"**{_gib(found.rank.total)}**", found.rank.worst_phase, _gib(host_bytes_per_node(c))]
+    sizes = [
+        *map(_gib, known),
+        _gib(rest),
+        f"**{_gib(found.rank.total)}**",
+        found.rank.worst_phase,
+        f"{_gib(optimizers_per_node(c))} + {_gib(checkpoint_per_node(c))}",
+    ]
     return [layout, c.trainer.recompute, states + offload, *sizes]
 
 

@@ -67,32 +67,36 @@ class Planner(TorchDistSaveShardedStrategy):
 
 @dataclass
 class Part:
-    """One file of this rank. Tensors in host memory, which nobody else changes."""
+    """One file of this rank. Nobody changes its tensors until they are written."""
 
     path: Path
     objects: list[Any]  # (WriteItem, BytesIO)
     tensors: list[Any]  # (WriteItem, Tensor); let go of as they are written
 
 
-def host_copy(writer: Any, live: set[int]) -> list[Part]:
-    """What a planned `writer` has for this rank, in host memory, none of it in a storage that training changes (`live`: data pointers)."""
+def take_parts(writer: Any) -> list[Part]:
+    """What a planned `writer` has for this rank, where it lies. Whatever may still be computing it is waited for."""
+    torch.cuda.synchronize()
+    parts = [Part(Path(path), objects, tensors) for path, _, (objects, tensors) in writer.write_buckets or []]
+    writer.write_buckets = None
+    return parts
+
+
+def copy_to_host(parts: list[Part], live: set[int]) -> None:
+    """Afterwards all is in host memory, and none of it in a storage that training changes (`live`: data pointers)."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
             return tensor.to("cpu", non_blocking=True)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
-    parts = [
-        Part(Path(path), objects, [(item, copy(tensor)) for item, tensor in tensors])
-        for path, _, (objects, tensors) in writer.write_buckets or []
-    ]
-    writer.write_buckets = None
+    for part in parts:
+        part.tensors = [(item, copy(tensor)) for item, tensor in part.tensors]
     torch.cuda.synchronize()
-    return parts
 
 
 def write(parts: list[Part], transforms: Any) -> list[WriteResult]:
-    """Write and flush this rank's files."""
+    """Write and flush this rank's files. What is still on a GPU passes through host memory one tensor at a time."""
     results = []
     for part in parts:
         with part.path.open("wb") as stream:
@@ -100,6 +104,7 @@ def write(parts: list[Part], transforms: Any) -> list[WriteResult]:
                 waiting.reverse()
                 while waiting:
                     item, data = waiting.pop()
+                    data = data.cpu() if isinstance(data, torch.Tensor) else data
                     results.append(_write_item(transforms, stream, data, item, part.path.name, SerializationFormat.TORCH_SAVE))
             stream.flush()
             os.fsync(stream.fileno())

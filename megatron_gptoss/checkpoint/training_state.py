@@ -36,7 +36,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gptoss.checkpoint.background import Meeting, Planner, Report, Saving, cannot_save, host_copy, temporary_name
+from megatron_gptoss.checkpoint.background import (
+    Meeting,
+    Planner,
+    Report,
+    Saving,
+    cannot_save,
+    copy_to_host,
+    take_parts,
+    temporary_name,
+)
 from megatron_gptoss.checkpoint.marker import Layout, replace_folder, why_torn, write_marker, written_layout
 from megatron_gptoss.checkpoint.optimizer_shards import own_shards
 from megatron_gptoss.checkpoint.progress import Progress
@@ -244,8 +253,9 @@ def begin_save(
 
     An existing complete checkpoint of that name is kept until the new one is whole. `needed_bytes`: what all ranks together will write;
     with less free nothing is begun. Raises CheckpointError when the disk is full or the folder cannot be written; what was complete before
-    stays complete. What happens later, `Saving.wait` raises. With `background=False` nothing is copied that need not be, and the save is
-    over when this returns. `planner`: that of the run's saves before, so that planning is not done anew.
+    stays complete. What happens later, `Saving.wait` raises. With `background=False` the save is over when this returns, and no copy is
+    made: tensors on a GPU pass through host memory one at a time, and of those in host memory Megatron copies only parts of larger ones.
+    `planner`: that of the run's saves before, so that planning is not done anew.
     """
     meeting = Meeting(f"save {next(_saves)} {path.name}", timeout_s)
     temporary = temporary_name(path)
@@ -256,12 +266,15 @@ def begin_save(
     try:
         state = _state_to_save(model, optimizer, schedule, progress, critic)
         tensors: list[Any] = [entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
-        live = {tensor.untyped_storage().data_ptr() for tensor in tensors} if background else set()
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         planner.plan(state, temporary)
     except (OSError, CheckpointingException, CheckpointException) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(cannot_save(path, str(error))) from error
     writer, metadata, backend = planner.writer, planner.metadata, CheckpointingConfig(planner.backend, planner.version)
+    to_write = take_parts(writer)
+    if background:
+        copy_to_host(to_write, live)
 
     def finish(reports: list[Report]) -> None:
         """Rank 0, when all ranks have written."""
@@ -273,7 +286,7 @@ def begin_save(
         write_marker(temporary, step=progress.step, layout=layout)
         replace_folder(path, temporary)
 
-    return Saving(path, meeting, host_copy(writer, live), writer.transforms, finish, background=background)
+    return Saving(path, meeting, to_write, writer.transforms, finish, background=background)
 
 
 def save_training_state(path: Path, **parts: Any) -> None:

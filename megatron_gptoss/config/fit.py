@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from megatron_gptoss.config.host_memory import checkpoint_per_node, host_bytes_per_node, optimizers_per_node
 from megatron_gptoss.config.layout import world_size
 from megatron_gptoss.config.load import Loaded, to_toml
 from megatron_gptoss.config.memory import engine_memory
-from megatron_gptoss.config.rank_memory import GIB, RankMemory, trainer_memory, worst_rank
+from megatron_gptoss.config.rank_memory import GIB, RankMemory, worst_rank
 from megatron_gptoss.config.rules import broken_rules, divisors, not_built_yet
 from megatron_gptoss.config.schema import Config
 
@@ -23,7 +24,7 @@ MORE_GPUS = ("parallel.data", "parallel.context", "parallel.pipeline")
 
 
 def does_not_fit(loaded: Loaded) -> str:
-    """Empty when the worst rank fits its GPU and the optimizer's share fits the node. Runs on CPUs are not judged."""
+    """Empty when the worst rank fits its GPU and what its ranks put into a node's own memory fits there. Runs on CPUs are not judged."""
     config = loaded.config
     if config.cluster.device == "cpu":
         return ""
@@ -34,14 +35,24 @@ def does_not_fit(loaded: Loaded) -> str:
         beside = rests if rank.worst_phase == "engine" else ""
         problem = f"{where}{beside} needs {_gib(rank.total)} and {loaded.show('cluster.gpu_memory_gib')}. Largest parts: {_largest(rank)}."
     elif host > config.cluster.host_memory_gib * GIB:
-        taken = f"{loaded.show('trainer.optimizer_offload')} takes {_gib(host)} of a node's memory"
-        problem = f"{taken} and {loaded.show('cluster.host_memory_gib')}."
+        problem = (
+            f"the ranks of a node need {_gib(host)} of its own memory and {loaded.show('cluster.host_memory_gib')}: {_of_the_host(loaded)}."
+        )
     else:
         return ""
     found = cures(loaded)
     if not found:
         return f"{problem} None of the changes that were tried makes it fit: it takes more GPUs, or a smaller model."
     return f"{problem} Would fit: {'; or '.join(_words(config, cure) for cure in found)}."
+
+
+def _of_the_host(loaded: Loaded) -> str:
+    """Which key takes how much."""
+    optimizers, checkpoint = optimizers_per_node(loaded.config), checkpoint_per_node(loaded.config)
+    words = [f"{loaded.show('trainer.optimizer_offload')} takes {_gib(optimizers)}"] if optimizers else []
+    if checkpoint:
+        words.append(f"a checkpoint that is being written takes {_gib(checkpoint)} ({loaded.show('run.save_in_background')})")
+    return " and ".join(words)
 
 
 def _words(config: Config, cure: Mapping[str, Any]) -> str:
@@ -55,12 +66,6 @@ def fits(config: Config) -> bool:
         worst_rank(config).total <= config.cluster.gpu_memory_gib * GIB
         and host_bytes_per_node(config) <= config.cluster.host_memory_gib * GIB
     )
-
-
-def host_bytes_per_node(config: Config) -> int:
-    """Of the ranks of one node, the stage that needs most taken for all."""
-    ranks = min(world_size(config), config.cluster.gpus_per_node)
-    return ranks * max(rank.host_bytes for rank in trainer_memory(config))
 
 
 def cures(loaded: Loaded) -> list[dict[str, Any]]:
@@ -128,6 +133,8 @@ def changed_config(config: Config, values: Mapping[str, Any]) -> Config:
 def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
     """Single changes, from those that cost least to those that cost most."""
     trainer, parallel = config.trainer, config.parallel
+    if config.run.save_in_background:
+        yield "run.save_in_background", False
     if trainer.attention == "reference":
         yield "trainer.attention", "triton"
     if trainer.dtype == "float32":

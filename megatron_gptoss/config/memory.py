@@ -55,15 +55,20 @@ def kv_bytes_per_token(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """A training checkpoint on disk, over all ranks: every parameter once as a weight in `trainer.dtype`, as an fp32 master copy (Megatron
-    writes one for fp32 weights too) and as two fp32 moments. 16 bytes per parameter for fp32, 14 for bf16; random states are not counted.
-    A critic is as much again, with a value head instead of the output layer.
+    """A training checkpoint on disk, over all ranks: every parameter once as a weight in `trainer.dtype`, and its optimizer's state. 16
+    bytes per parameter for fp32, 14 for bf16, 10 with bf16 moments; random states are not counted. A critic is as much again, with a value
+    head instead of the output layer.
     """
     model = config.model
     parameters = count_parameters(model).total
     if config.rl.has_critic:
         parameters += parameters - model.vocab_size * model.hidden_size + value_head_parameters(model)
-    return parameters * (BYTES[config.trainer.dtype] + 4 + 8)
+    return parameters * (BYTES[config.trainer.dtype] + written_state_bytes(config))
+
+
+def written_state_bytes(config: Config) -> int:
+    """Of one parameter in a checkpoint: an fp32 original (Megatron writes one for fp32 weights too) and two moments."""
+    return 4 + 2 * BYTES[config.trainer.optimizer_states]
 
 
 def bucket_bytes(config: Config) -> int:

@@ -39,7 +39,7 @@ class RankMemory:
     parts: tuple[MemoryPart, ...]  # what PyTorch allocates, by phase
     # What else lies on the GPU. Where an engine shares it: "asleep" what is there while the rank works, "awake" while the engine does.
     overhead: tuple[MemoryPart, ...]
-    host_bytes: int  # in the node's memory
+    host_bytes: int  # of the optimizer, in the node's memory
 
     def sum(self, *phases: str) -> int:
         return sum(part.num_bytes for part in self.parts if part.phase in phases)
@@ -195,7 +195,7 @@ def planned_optimizer(config: Config) -> bool:
     return config.cluster.device == "cuda" or trainer.optimizer_states != "float32" or trainer.optimizer_offload > 0
 
 
-def _largest_update(config: Config, held: Held) -> int:
+def largest_update(config: Config, held: Held) -> int:
     """The most elements of one parameter that a rank updates: of the embedding or of a layer's first expert matrices, one parameter too.
     The optimizer divides a stretch of all parameters in a row, so a large one may be one rank's alone."""
     model, local = config.model, config.model.num_local_experts // config.parallel.expert
@@ -205,7 +205,7 @@ def _largest_update(config: Config, held: Held) -> int:
 
 def _step_temporaries(config: Config, held: Held) -> int:
     """Dense and expert parameters are stepped one after the other. Clipping, which comes first, has one parameter's gradient twice."""
-    largest = _largest_update(config, held)
+    largest = largest_update(config, held)
     if not planned_optimizer(config):
         return 4 * max(largest, held.dense_updated, held.experts_updated)  # PyTorch's takes the roots of all second moments at once
     return 4 * max(largest, 6 * min(largest, OPTIMIZER_CHUNK))  # moments in float32, noise and what is made of it
@@ -217,7 +217,7 @@ def _host_bytes(config: Config, held: Held) -> int:
         return 0
     states = held.updated * (2 * BYTES[config.trainer.optimizer_states] + 4)  # a copy of the original even where the weight is float32
     noise = config.trainer.optimizer_states != "float32"
-    buffers = 2 * (4 + noise) * 4 * min(_largest_update(config, held), OPTIMIZER_CHUNK)
+    buffers = 2 * (4 + noise) * 4 * min(largest_update(config, held), OPTIMIZER_CHUNK)
     return round(states * config.trainer.optimizer_offload) + buffers
 
 

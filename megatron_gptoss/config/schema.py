@@ -47,7 +47,7 @@ class RunConfig(Section):
     keep_every: NonNegative = Field(default=0, description="checkpoints of steps that this divides stay for good; 0: of none")
     save_in_background: bool = Field(
         default=True,
-        description="write checkpoints from a copy in host memory while training goes on; false: training waits, and nothing is copied",
+        description="write checkpoints from a copy in host memory while training goes on; false: training waits, and no copy is made",
     )
     archive_scores: bool = Field(
         default=True,
@@ -510,7 +510,7 @@ class ClusterConfig(Section):
     )
     host_memory_gib: Annotated[float, Field(gt=0)] = Field(
         default=1900.0,
-        description="memory of one GPU node that a plan may use, for optimizers in host memory",
+        description="a GPU node's own memory that trainer ranks may use, for optimizers on the host and checkpoints on their way to disk",
     )
     share_gpus: bool = Field(
         default=False,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_gptoss
-from megatron_gptoss.config.fit import host_bytes_per_node
+from megatron_gptoss.config.host_memory import host_bytes_per_node
 from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.machine import FILES, NODE, Check, attempt
 from megatron_gptoss.config.plan import RunPlan
@@ -274,7 +274,7 @@ def _memory(loaded: Loaded, plan: RunPlan) -> Check:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     need = host_bytes_per_node(loaded.config) if plan.device == "cuda" else 0
-    words = f"{free / 2**30:.1f} GiB available" + (f", the optimizers of its ranks need {need / 2**30:.1f}" if need else "")
+    words = f"{free / 2**30:.1f} GiB available" + (f", its ranks need {need / 2**30:.1f}" if need else "")
     return Check("host memory", free >= need, words, NODE)
 
 

@@ -5,7 +5,7 @@ In: `Loaded`, `RunPlan`. Out: name and value rows, for `gptoss plan` and for the
 
 from __future__ import annotations
 
-from megatron_gptoss.config.fit import host_bytes_per_node
+from megatron_gptoss.config.host_memory import checkpoint_per_node, optimizers_per_node
 from megatron_gptoss.config.load import FIELDS, Loaded
 from megatron_gptoss.config.memory import MemoryPart, engine_memory
 from megatron_gptoss.config.plan import RunPlan
@@ -88,8 +88,12 @@ def memory_rows(loaded: Loaded) -> list[tuple[str, str]]:
     rows = [(name, f"{_size(worst.total)}{of}, {WORST[worst.worst_phase]}: {parts}")]
     if len(ranks) > 1:
         rows.append(("memory, all stages", ", ".join(_size(rank.total) for rank in ranks)))
-    if host := host_bytes_per_node(config):
-        rows.append(("memory of a node", f"{_size(host)} of {config.cluster.host_memory_gib:g} for the optimizers of its ranks"))
+    if config.cluster.device == "cuda":
+        held = {"optimizers": optimizers_per_node(config), "a checkpoint that is being written": checkpoint_per_node(config)}
+        words = ", ".join(f"{name} {_size(size)}" for name, size in held.items() if size)
+        rows.append(
+            ("memory of a node", f"{_size(sum(held.values()))} of {config.cluster.host_memory_gib:g}" + (f": {words}" if words else ""))
+        )
     return rows
 
 

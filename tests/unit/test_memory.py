@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_gptoss.config import rules
-from megatron_gptoss.config.fit import changed_config, cures, does_not_fit, fits, host_bytes_per_node
+from megatron_gptoss.config.fit import changed_config, cures, does_not_fit, fits
+from megatron_gptoss.config.host_memory import checkpoint_per_node, host_bytes_per_node, optimizers_per_node
 from megatron_gptoss.config.load import Loaded, load, parse_flags
-from megatron_gptoss.config.memory import count_parameters, engine_memory
+from megatron_gptoss.config.memory import checkpoint_bytes, count_parameters, engine_memory
 from megatron_gptoss.config.preflight import check_engine_memory, check_memory
 from megatron_gptoss.config.rank_memory import ASLEEP_BYTES, GIB, held_parameters, trainer_memory, worst_rank
 from megatron_gptoss.config.rules import broken_rules
@@ -166,7 +167,8 @@ def test_two_gpus_are_told_a_plan_for_the_20b_that_a_run_carries_out():
     assert rules.not_built_yet(plan) == []
     assert "Would fit: trainer.optimizer_offload = 0.75; or " in does_not_fit(plan)
     chosen = changed_config(plan.config, {"trainer.optimizer_offload": 0.75})
-    assert fits(chosen) and host_bytes_per_node(chosen) < 200 * GIB  # of the 256 of a host with two
+    small = changed_config(chosen, {"run.save_in_background": False})
+    assert fits(chosen) and host_bytes_per_node(small) < 200 * GIB  # of the 256 of a host with two
     assert worst_rank(chosen).total < 0.95 * 139.8 * GIB
     long = {"parallel.data": 1, "parallel.context": 2, "trainer.recompute": "full"}
     assert fits(changed_config(chosen, long | {"trainer.tokens_per_microbatch": 65536, "rollout.max_sequence_tokens": 65536}))
@@ -212,6 +214,29 @@ def test_the_gpus_of_an_engine_hold_the_model_once_and_some_small_parts_each(nam
     assert weights(1) == width * count_parameters(model).total
 
 
+def test_what_a_checkpoint_takes_of_a_node_worked_by_hand():
+    dense, experts = 1_797_824_064, 19_116_933_120
+    four = loaded("20b").config  # data 4, expert 4, all on one node: what is copied is what lies on the disk afterwards
+    assert checkpoint_per_node(four) == 14 * (dense + experts) == checkpoint_bytes(four)
+    # Over two nodes the second one's copy is smaller: it writes no dense weights.
+    eight = changed_config(four, {"parallel.data": 8, "parallel.expert": 8, "cluster.gpus_per_node": 4})
+    assert checkpoint_per_node(eight) == 2 * (dense + experts // 2) + 12 * (dense + experts) // 2
+    assert checkpoint_per_node(changed_config(four, {"trainer.optimizer_states": "bfloat16"})) == 10 * (dense + experts)
+    nothing = changed_config(four, {"run.save_every": 0, "run.save_at_end": False})
+    assert checkpoint_per_node(nothing) == host_bytes_per_node(nothing) == 0
+
+    # While training waits, each rank has one tensor on its way: a quarter of the embedding's float32 original is smaller than its weights.
+    waits = changed_config(four, {"run.save_in_background": False})
+    assert checkpoint_per_node(waits) == 4 * 4 * min(201088 * 2880, dense // 4)
+    # Of two ranks each has a half of every dense parameter, whose part on the host is copied out of its place; experts are a rank's alone.
+    two = changed_config(waits, {"parallel.data": 2, "parallel.expert": 2, "trainer.optimizer_offload": 0.75})
+    assert checkpoint_per_node(two) == 2 * (4 * 201088 * 2880 + 12 * (dense // 2) * 3 // 4)
+    # A critic is saved besides, with a value head in place of the output layer.
+    critic = changed_config(four, {"rl.advantage": "gae"})
+    above = checkpoint_per_node(critic) - checkpoint_bytes(critic)
+    assert checkpoint_bytes(critic) > 27 * (dense + experts) and 0 <= above < 4 * 12  # its odd number of parameters, over four ranks
+
+
 # ---- what does not fit --------------------------------------------------------------------------------------------------------------
 
 TOO_LARGE = [
@@ -223,6 +248,8 @@ TOO_LARGE = [
     ("120b", "--parallel.data=8", "--parallel.expert=8"),
     ("120b", "--parallel.data=16", "--parallel.expert=16"),
     ("120b", "--parallel.data=8", "--parallel.expert=8", "--trainer.optimizer_offload=1.0", "--cluster.host_memory_gib=1000.0"),
+    ("20b", "--cluster.host_memory_gib=256.0"),
+    ("20b", "--parallel.data=2", "--parallel.expert=2", "--trainer.optimizer_offload=0.75", "--cluster.host_memory_gib=256.0"),
 ]
 
 
@@ -243,6 +270,17 @@ def test_a_plan_that_cannot_fit_names_parts_and_changes_that_do_fit(arguments, m
         assert all(f"{key} = " in message for key in cure)
 
 
+def test_a_host_without_room_for_a_checkpoint_is_told_which_key_takes_how_much():
+    flags = ("--parallel.data=2", "--parallel.expert=2", "--trainer.optimizer_offload=0.75", "--cluster.host_memory_gib=256.0")
+    message = does_not_fit(loaded("20b", *flags))
+    assert message.startswith(
+        "the ranks of a node need 449.0 GiB of its own memory and cluster.host_memory_gib = 256.0 (flag --cluster.host_memory_gib): "
+        "trainer.optimizer_offload = 0.75 (flag --trainer.optimizer_offload) takes 176.3 GiB and a checkpoint that is being written takes "
+        "272.7 GiB (run.save_in_background = true (default))."
+    ), message
+    assert "Would fit: run.save_in_background = false" in message
+
+
 def test_advice_holds_nothing_that_a_run_would_ignore(monkeypatch):
     monkeypatch.setattr(rules, "NOT_BUILT_YET", {"trainer.recompute": None, "trainer.optimizer_offload": None, "parallel.context": None})
     plan = loaded("20b", "--trainer.recompute=none", "--parallel.data=2", "--parallel.expert=2")
@@ -254,7 +292,7 @@ def test_advice_holds_nothing_that_a_run_would_ignore(monkeypatch):
 def test_what_fits_is_not_judged_and_neither_is_a_cpu():
     assert does_not_fit(loaded("20b")) == "" and does_not_fit(loaded("120b")) == ""
     assert does_not_fit(loaded("tiny")) == ""
-    assert host_bytes_per_node(loaded("20b").config) == 0
+    assert optimizers_per_node(loaded("20b").config) == 0
 
 
 def test_an_engine_must_hold_the_model():

@@ -103,6 +103,28 @@ def test_what_is_written_is_the_state_when_the_save_began_whatever_training_does
     assert other.fingerprint() == then
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_moments_are_copied_only_for_a_save_in_the_background(one_rank, tmp_path, monkeypatch, in_background):
+    from megatron_gptoss.checkpoint import background
+
+    t, write, found = trainer(one_rank), background.write, []
+
+    def look_and_write(parts, transforms):
+        found.extend((item.index.fqn, data.data_ptr()) for part in parts for item, data in part.tensors)
+        return write(parts, transforms)
+
+    monkeypatch.setattr(background, "write", look_and_write)
+    begin(t, tmp_path / "step-2", background=in_background).wait()
+    own = {
+        state["exp_avg"].data_ptr()
+        for part in t.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    }  # fmt: skip
+    written = [pointer for name, pointer in found if "exp_avg." in name]
+    assert len(written) == len(own) > 10
+    assert own.isdisjoint(written) if in_background else own == set(written)
+
+
 def test_a_save_that_training_waits_for_is_whole_when_it_returns(one_rank, tmp_path):
     saving = begin(trainer(one_rank), tmp_path / "step-2", background=False)
     assert saving.done()
