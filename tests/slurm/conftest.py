@@ -18,7 +18,7 @@ LINE = (
     *CONFIGS, str(ROOT / "configs" / "deterministic.toml"), "--run.save_every=1", "--run.eval_every=0", "--run.final_eval_prompts=2",
     "--rl.sequences_per_step=16", "--rollout.group_size=4", "--rl.drop_uniform_groups=false", "--parity.enabled=false",
 )  # fmt: skip
-STEPS = 9
+STEPS = 14  # five starts do at least one each, and go on for some while they are being disturbed
 TWO = ("--nodes=2",)
 
 # What is set, and what is said. /tmp/ray is the folder that each node has for itself; "here" in it is on node6 alone.
