@@ -35,8 +35,8 @@ from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import EngineFailed
 from megatron_gptoss.loop import overlap, train
 from megatron_gptoss.loop.session import Session
-from megatron_gptoss.rollout.engine import UpdateGate
 from megatron_gptoss.rollout.pool import PoolCounts
+from megatron_gptoss.rollout.update_gate import UpdateGate
 from megatron_gptoss.types import MicroBatch, PolicyVersion, StepStats, TurnRequest, TurnResult
 
 ROOT = Path(__file__).resolve().parents[1]

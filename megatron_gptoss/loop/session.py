@@ -57,8 +57,9 @@ from megatron_gptoss.parallel.packing import pack_step, work_of
 from megatron_gptoss.parallel.shape import ParallelShape
 from megatron_gptoss.rl.samples import by_sample
 from megatron_gptoss.rollout.collect import CollectLimits, collect
-from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
+from megatron_gptoss.rollout.handle import EngineHandle, start_engine
 from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, Policy, PoolCounts, PoolLimits
+from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from megatron_gptoss.tasks.base import Task
 from megatron_gptoss.tasks.registry import make_task
 from megatron_gptoss.trainer.how import CriticSettings

@@ -41,7 +41,7 @@ class World(Protocol):
 
 
 class Receiving(Protocol):
-    """What is needed of an engine. `rollout.engine.EngineHandle` is the real one."""
+    """What is needed of an engine. `rollout.handle.EngineHandle` is the real one."""
 
     name: str
     place: Place | None

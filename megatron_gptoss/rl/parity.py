@@ -50,7 +50,7 @@ PIECE_WORDS = {
     "sampler": (
         "sampler (temperature)",
         "Trainer._forward in trainer/step.py, which divides logits by rollout.temperature",
-        'logprobs_mode in rollout/engine.py, which must be "processed_logprobs"',
+        'logprobs_mode in rollout/vllm_settings.py, which must be "processed_logprobs"',
     ),
 }
 

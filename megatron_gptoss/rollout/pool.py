@@ -32,7 +32,7 @@ ASK_AGAIN_S = 1.0  # for weights that were gone: the next ones are on their way,
 
 
 class Engine(Protocol):
-    """What the pool needs of an engine. `rollout.engine.EngineHandle` is the real one."""
+    """What the pool needs of an engine. `rollout.handle.EngineHandle` is the real one."""
 
     name: str
     log_path: str

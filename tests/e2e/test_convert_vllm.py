@@ -22,7 +22,7 @@ from megatron_gptoss.checkpoint.convert import convert
 from megatron_gptoss.checkpoint.forward import log_probs
 from megatron_gptoss.checkpoint.hf_files import write_hf_folder
 from megatron_gptoss.checkpoint.sources import open_source
-from megatron_gptoss.rollout.engine import EngineSettings, engine_environment
+from megatron_gptoss.rollout.vllm_settings import EngineSettings, engine_environment
 from tests.helpers.checkpoints import openai_folder, random_mxfp4, tensors_of, write_source
 from tests.helpers.runs import CONFIGS, gptoss, must
 from tests.helpers.tiny_model import SQUARE, TINY, hugging_face_model
@@ -36,7 +36,7 @@ import json, sys
 from vllm import LLM, SamplingParams
 from megatron_gptoss.checkpoint.hf_files import write_hf_folder
 from megatron_gptoss.checkpoint.sources import open_source
-from megatron_gptoss.rollout.engine import EngineSettings, engine_arguments
+from megatron_gptoss.rollout.vllm_settings import EngineSettings, engine_arguments
 
 if __name__ == "__main__":
     job = json.load(sys.stdin)

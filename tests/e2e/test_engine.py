@@ -24,8 +24,10 @@ import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from megatron_gptoss.errors import EngineFailed
-from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, WeightsRefused, start_engine
+from megatron_gptoss.rollout.engine import WeightsRefused
+from megatron_gptoss.rollout.handle import EngineHandle, start_engine
 from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolLimits
+from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from megatron_gptoss.sync.verify import NO_WEIGHTS, digest
 from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.types import TurnRequest, TurnResult

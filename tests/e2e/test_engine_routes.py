@@ -17,8 +17,9 @@ from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.schema import DiagnoseConfig, ModelConfig, RlConfig, TrainerConfig
 from megatron_gptoss.parallel.packing import pack
 from megatron_gptoss.parallel.shape import ParallelShape
-from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
+from megatron_gptoss.rollout.handle import EngineHandle, start_engine
 from megatron_gptoss.rollout.routes import add_turn
+from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.types import Sample, TokenRoutes, TurnRequest
 from tests.dist.test_router_replay_trainer import check

@@ -14,7 +14,9 @@ import pytest
 import ray
 import torch
 
-from megatron_gptoss.rollout.engine import EngineSettings, WeightsRefused, start_engine
+from megatron_gptoss.rollout.engine import WeightsRefused
+from megatron_gptoss.rollout.handle import start_engine
+from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from tests.e2e.test_engine import MAX_LEN, PARITY, Bench, ask, buckets_of, gap, make_prompt, tiny_config, tiny_policy, wire, with_tensor
 
 

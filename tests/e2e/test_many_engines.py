@@ -27,8 +27,9 @@ from megatron_gptoss.data.harmony import Message, ParsedTurn
 from megatron_gptoss.loop.event_loop import EventLoop
 from megatron_gptoss.obs.run_dir import find_weights
 from megatron_gptoss.rollout.collect import CollectLimits, collect
-from megatron_gptoss.rollout.engine import EngineHandle, EngineSettings, start_engine
+from megatron_gptoss.rollout.handle import EngineHandle, start_engine
 from megatron_gptoss.rollout.pool import EnginePool, InlinePolicy, PoolLimits
+from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from megatron_gptoss.sync.verify import digest
 from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.tasks.arithmetic import Arithmetic

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from megatron_gptoss.rollout.engine import UpdateGate
+from megatron_gptoss.rollout.update_gate import UpdateGate
 from megatron_gptoss.types import TurnRequest
 
 
