@@ -66,6 +66,7 @@ ray_node() {
   else where=(--address="$GPTOSS_HEAD:$port"); wait_for_head "$port" || exit 1; fi
   [ "${GPTOSS_OBJECT_STORE:-0}" = 0 ] || where+=(--object-store-memory="$GPTOSS_OBJECT_STORE")
   echo "$(date +%T) Ray on $me ($own): ${where[*]}, $cpus CPUs, $(num_gpus) GPUs"
+  export RAY_worker_niceness=${RAY_worker_niceness:-0}  # see loop/ray_start.py
   # Where the head is lost the raylet ends, but its agents wait for the head for minutes, and Slurm may have lost sight of them.
   exec 9> >(trap '' TERM USR1; exec python -m megatron_gptoss.loop.orphans $$)
   keeper=$!

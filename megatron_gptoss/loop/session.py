@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -25,16 +23,17 @@ from megatron_gptoss.checkpoint.marker import layout_words, written_layout
 from megatron_gptoss.checkpoint.progress import Progress
 from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded, load
-from megatron_gptoss.config.memory import checkpoint_bytes
 from megatron_gptoss.config.placement import Place, same_gpu
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.config.rank_memory import trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_gptoss.errors import GptossError, MachineError, RunFailed, StoppedEarly
+from megatron_gptoss.errors import MachineError, RunFailed, StoppedEarly
 from megatron_gptoss.loop.event_loop import EventLoop
 from megatron_gptoss.loop.nodes import gpus_of, lost_nodes, too_few_gpus, wait_for_nodes
 from megatron_gptoss.loop.orphans import Keeper
+from megatron_gptoss.loop.ray_start import join_ray
+from megatron_gptoss.loop.saves import Saves
 from megatron_gptoss.loop.stop import StopRequest
 from megatron_gptoss.loop.weights import WeightLink
 from megatron_gptoss.obs.console import ALARM, Console
@@ -44,7 +43,6 @@ from megatron_gptoss.obs.plan_table import predicted_and_measured
 from megatron_gptoss.obs.run_dir import (
     RunDir,
     checkpoint_step,
-    checkpoints_to_remove,
     find_weights,
     is_run_dir,
     latest_checkpoint,
@@ -130,11 +128,9 @@ class Session:
         self._counts_before = PoolCounts()
         self.step_began = time.perf_counter()
         self._memory_shown = False
-        self._saving = False  # a checkpoint is on its way to the disk
-        self._saved_step = checkpoint_step(self.checkpoint) if self.checkpoint is not None else 0
+        saved_step = checkpoint_step(self.checkpoint) if self.checkpoint is not None else 0
+        self._saves = Saves(self.dir, self.config, saved_step or 0, ending)
         self.nodes: list[str] = []  # Ray's ids, in the plan's order
-        self._remover = ending.enter_context(ThreadPoolExecutor(1))
-        self._removing: list[Future[None]] = []
 
     def _say_torn(self) -> None:
         """A newest checkpoint was chosen, here or by a run's name as init: say which newer ones were passed over."""
@@ -206,28 +202,8 @@ class Session:
 
     def start_ray(self, *, num_actors: int) -> None:
         """Join the cluster, or start one for this run that ends with it. Nothing of Ray reaches the terminal."""
-        _send_ray_messages_to(self.dir.logs / "ray.log")
-        address = self.config.cluster.address
-        local = address == "local"
         self.ending.callback(Keeper().close)
-
-        def join() -> None:
-            ray.init(
-                address=address,  # never None: Ray would then join whatever cluster it finds
-                num_cpus=max(num_actors, self.plan.cluster.num_cpus) if local else None,
-                include_dashboard=False if local else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_object_store_bytes() if local else None,
-            )
-
-        try:
-            _twice(join)
-        except ConnectionError as error:
-            raise MachineError(
-                f"no Ray cluster answers at cluster.address = {address!r}: {error}. Start one with `ray start --head`, give its address, "
-                'or set cluster.address to "local", which starts one for this run.'
-            ) from None
+        join_ray(self.config.cluster.address, num_cpus=max(num_actors, self.plan.cluster.num_cpus), log=self.dir.logs / "ray.log")
         self.ending.callback(ray.shutdown)
         self.nodes = wait_for_nodes(self.plan.placement.num_nodes)
         if self.plan.device == "cuda":
@@ -265,7 +241,7 @@ class Session:
         resources = RankResources(plan.trainer_resources.num_cpus, plan.trainer_resources.num_gpus)
         self.trainer = TrainingWorld(settings, resources, [self.nodes[node] for node in plan.placement.trainer], self.worker)
         self.ending.callback(self.trainer.stop)
-        self.ending.callback(self._end_save)
+        self.ending.callback(lambda: self._saves.end(self.progress.step, self.console))
 
     def _critic(self) -> CriticSettings | None:
         """Warm-up, decay, betas and all else of its optimizer are the policy's; the rate is its own."""
@@ -397,7 +373,7 @@ class Session:
         if not self.stop.asked:
             return
         step = self.progress.step
-        if step > (self._saved_step or 0):
+        if step > self._saves.saved_step:
             self.save()
         self.finish_save()
         go_on = f"go on with --resume {self.dir.path}" if step else "nothing was finished yet"
@@ -557,89 +533,16 @@ class Session:
             )
 
     def save(self) -> None:
-        """Begin a checkpoint of now. Training waits for its copy to host memory; and first for the last one, when that is still being
-        written, so that host memory holds one at most."""
-        began = time.perf_counter()
-        self.finish_save()
-        wait(self._removing)
-        self._removing = []
-        path = self.dir.checkpoint(self.progress.step).absolute()
-        background = self.config.run.save_in_background
-        self.world.save(path, self.progress, checkpoint_bytes(self.config), background=background)
-        self._saved_step = self.progress.step
-        self._saving = True
-        if not background:
-            self.finish_save()
-        self.metrics.write(self.progress.step, {"time/save_s": time.perf_counter() - began})
+        """Begin a checkpoint of now; see Saves."""
+        self._saves.begin(self.world, self.progress, self.metrics)
 
     def notice_save(self) -> None:
-        """At the end of a step: if the checkpoint on its way is complete or has failed by now, deal with it."""
-        if self._saving and self.world.save_is_over():
-            self.finish_save()
+        """At the end of a step."""
+        self._saves.notice(self.progress.step)
 
     def finish_save(self) -> None:
-        """Wait until the checkpoint on its way, if there is one, is complete. Those that are no longer kept go then, renamed first, so that
-        none is taken for whole on its way out."""
-        if not self._saving:
-            return
-        try:
-            written_s = self.world.finish_save()
-        except GptossError:
-            self._saving = False
-            raise
-        self._saving = False  # not after a Ctrl-C while it waited: `_end_save` goes on waiting
-        self.metrics.write(self.progress.step, {"time/save_write_s": written_s})
-        run = self.config.run
-        for old in checkpoints_to_remove(self.dir.path, run.keep_checkpoints, run.keep_every):
-            gone = old.rename(old.with_name(f".tmp-{old.name}"))
-            self._removing.append(self._remover.submit(shutil.rmtree, gone, ignore_errors=True))
-
-    def _end_save(self) -> None:
-        """A run that ends early still gets the checkpoint on its way, unless its trainer is what failed."""
-        if self._saving and self.world.healthy:
-            try:
-                with self.console.waiting("writing the last checkpoint"):
-                    self.finish_save()
-            except GptossError as error:
-                self.console.say(f"{type(error).__name__}: {error}")  # beside what ended the run
-
-
-def _twice(join: Callable[[], object]) -> None:
-    """Ray gives its processes 30 s to come up, and cannot be told otherwise; on a busy or cold machine the second try finds them in memory.
-
-    MachineError when that is in vain too.
-    """
-    for last in (False, True):
-        try:
-            join()
-            return
-        except Exception as error:
-            if "timed out during startup" not in str(error):
-                raise
-            ray.shutdown()
-            if last:
-                load = ", ".join(f"{value:.0f}" for value in os.getloadavg())
-                raise MachineError(
-                    f"Ray's processes did not come up within 30 s, twice. This machine's load was {load} in the last 1, 5 and 15 minutes, "
-                    f"on {os.cpu_count()} CPUs: try again when it is less busy."
-                ) from None
-
-
-def _send_ray_messages_to(log: Path) -> None:
-    """Ray prints what it notices about dead workers straight to stdout, also with log_to_driver=False. Pool and trainer say it better."""
-    from ray._private import worker
-
-    def write(data: dict[str, Any], *_args: Any, **_kwargs: Any) -> None:
-        with log.open("a") as file:
-            file.writelines(line.rstrip("\n") + "\n" for line in data["lines"])
-
-    worker.print_to_stdstream = write
-
-
-def _object_store_bytes() -> int:
-    """Weights and microbatches pass through it; a laptop's /dev/shm is small."""
-    free = os.statvfs("/dev/shm")
-    return int(min(2 * 2**30, max(100 * 2**20, free.f_bavail * free.f_frsize * 0.3)))
+        """Wait until the checkpoint on its way, if there is one, is complete."""
+        self._saves.finish(self.progress.step)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.helpers.recovery import killed_and_resumed
@@ -113,8 +114,8 @@ def test_replaying_archived_rollouts_gives_loss_and_gradient_norm_bit_for_bit(un
 def test_an_engine_killed_in_the_middle_of_a_step_is_replaced(warm, tmp_path):
     small = [f for f in SMALL if "steps" not in f]
     driver = gptoss(
-        "train", *CONFIGS, *small, "--run.steps=2", "--rl.sequences_per_step=512", "--run.id=k", "--init", str(warm),
-        cwd=tmp_path, background=True,
+        "train", *CONFIGS, *small, "--run.steps=2", "--rl.sequences_per_step=512", "--rollout.max_running=16", "--run.id=k",
+        "--init", str(warm), cwd=tmp_path, background=True,
     )  # fmt: skip
     run = tmp_path / "runs" / "demo-k"
     try:
@@ -122,6 +123,9 @@ def test_an_engine_killed_in_the_middle_of_a_step_is_replaced(warm, tmp_path):
         time.sleep(1.0)  # step 2's 512 conversations take several seconds
         (engine,) = [p for p in tree(driver.pid) if p.name().startswith("ray::Engine")]
         before = tree(driver.pid)
+        assert {p.nice() for p in before if p.name().startswith("ray::")} == {psutil.Process(driver.pid).nice()}, (
+            "the driver is no more urgent"
+        )
         assert not (run / "rollouts" / "step-2.jsonl").exists(), "the kill must come in the middle of the step"
         engine.kill()
         driver.wait(timeout=300)

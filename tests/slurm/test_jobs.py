@@ -33,6 +33,9 @@ def test_scancel_ends_a_job_and_nothing_else(cluster):
         cluster.lab("node", node, "bash", "-c", f"exec -a {BYSTANDER.split()[0]} sleep 1000 </dev/null >/dev/null 2>&1 & disown")
     job = cluster.sbatch("train.sbatch", *LINE, "--run.steps=500", options=(*TWO, f"--nodelist={','.join(nodes)}"))
     cluster.await_step(job, 1, START_S)
+    for node in nodes:
+        lines = cluster.lab("node", node, "ps", "-e", "-o", "ni=,args=").splitlines()
+        assert {line.split()[0] for line in lines if "ray::" in line} == {"0"}, "what trains yields to nobody"
     cluster.lab("exec", "scancel", job)
     end = cluster.await_end(job, 60)
     assert end["JobState"] == "CANCELLED", end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_gptoss.errors import MachineError
-from megatron_gptoss.loop.session import _twice
+from megatron_gptoss.loop.ray_start import twice
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to startup")
 
@@ -24,19 +24,19 @@ class Ray:
 
 def test_the_second_try_is_enough() -> None:
     ray = Ray(SLOW)
-    _twice(ray)
+    twice(ray)
     assert ray.calls == 2
 
 
 def test_two_failures_end_in_one_message_about_the_machine() -> None:
     ray = Ray(SLOW, SLOW)
     with pytest.raises(MachineError, match=r"did not come up within 30 s, twice.*load was .* on \d+ CPUs"):
-        _twice(ray)
+        twice(ray)
     assert ray.calls == 2
 
 
 def test_another_failure_is_raised_as_it_is_and_not_repeated() -> None:
     ray = Ray(ConnectionError("nobody there"))
     with pytest.raises(ConnectionError, match="nobody there"):
-        _twice(ray)
+        twice(ray)
     assert ray.calls == 1
