@@ -24,6 +24,7 @@ from megatron_gptoss.sync.shared import slot_of
 from megatron_gptoss.sync.transfer import Kind, Receipt, Sent, SharedBuffers, Superseded, Transfer
 from megatron_gptoss.types import PolicyVersion
 
+TRAINER = "the trainer"  # among those who take part in an update
 GRACE_S = 10.0  # for those who are alive, to notice that an update was given up
 SERVER_TIMEOUT = timedelta(seconds=60)
 
@@ -100,7 +101,7 @@ class WeightLink:
         timeout_s = min(timeout_s, max(self.world.timeout_s - 3 * GRACE_S, GRACE_S))  # a frozen engine must not cost the trainer
         async with self._one_at_a_time:
             while True:
-                sent, found = await self._transfer(policy, living, timeout_s)
+                sent, found, blamed = await self._transfer(policy, living, timeout_s)
                 answers |= found
                 died = {name for name, answer in found.items() if isinstance(answer, EngineDied)}
                 living = [engine for engine in living if engine.name not in died]
@@ -109,31 +110,33 @@ class WeightLink:
                 if not (broken and died and living):
                     break
         problem = next((each.problem for each in sent if each.problem), "")
-        if problem and living and all(isinstance(answers[engine.name], HeldWeights) for engine in living):
+        held = all(isinstance(answers[engine.name], HeldWeights) for engine in living)
+        if problem and living and (held or blamed == TRAINER):
             raise TrainerFailed(f"the trainer did not send version {policy.version} as a whole: {problem}")
         digests = {each.digest for each in sent if not each.problem}
         if len(digests) > 1:
             raise TrainerFailed(f"trainer ranks gathered different weights for version {policy.version}: digests {sorted(digests)}")
         self.digest = next(iter(digests), 0)
-        return Given(self.digest, [answers[engine.name] for engine in engines])
+        return Given(self.digest, [answers[engine.name] for engine in engines], blamed)
 
     async def _transfer(
         self, policy: LinkedPolicy, engines: Sequence[Receiving], timeout_s: float
-    ) -> tuple[list[Sent], dict[str, HeldWeights | Exception]]:
+    ) -> tuple[list[Sent], dict[str, HeldWeights | Exception], str]:
+        """What the ranks say, what the engines say, and whose problem came first."""
         began = time.perf_counter()
         if self.world.changes != policy.changes:
             raise Superseded(f"version {policy.version} is gone: the trainer has changed its weights since")
         await self._get_ready(engines)
         transfer = self._next_transfer(policy.version, engines, timeout_s)
         sending = asyncio.create_task(
-            asyncio.to_thread(self.world.send_weights, transfer, self._slots(engines), policy.changes), name="the trainer"
+            asyncio.to_thread(self.world.send_weights, transfer, self._slots(engines), policy.changes), name=TRAINER
         )
         receiving: dict[asyncio.Task[HeldWeights], str] = {}
         try:
             await self._until_begun(transfer, sending)
             for engine, receipt in zip(engines, self._receipts(transfer, engines), strict=True):
                 receiving[asyncio.create_task(engine.receive_weights(receipt), name=engine.name)] = engine.name
-            await self._until_done(transfer, {sending, *receiving}, timeout_s)
+            blamed = await self._until_done(transfer, {sending, *receiving}, timeout_s)
         except BaseException:
             self._give_up(transfer, "nobody waits for it any more")
             raise
@@ -145,7 +148,7 @@ class WeightLink:
         self.timings = self._parts(sent, found) | {"all": time.perf_counter() - began}
         for key in (transfer.key, transfer.begun):
             self.store.delete_key(key)
-        return sent, found
+        return sent, found, blamed
 
     async def _until_begun(self, transfer: Transfer, sending: asyncio.Task[list[Sent]]) -> None:
         """Until the trainer has come to it. Where rollouts run ahead it may be in the middle of a long pass, which is no fault of an engine
@@ -157,16 +160,18 @@ class WeightLink:
         if sending.done():
             sending.result()
 
-    async def _until_done(self, transfer: Transfer, pending: set[asyncio.Task[Any]], timeout_s: float) -> None:
-        """The first problem gives the update up for all. Those who live notice at once, or when their turns have ended, for which they have
-        the time that they had before."""
-        deadline, given_up = time.monotonic() + timeout_s, False
+    async def _until_done(self, transfer: Transfer, pending: set[asyncio.Task[Any]], timeout_s: float) -> str:
+        """The first problem gives the update up for all, and whose it is, is returned. Those who live notice at once, or when their turns
+        have ended, for which they have the time that they had before."""
+        deadline, given_up, blamed = time.monotonic() + timeout_s, False, ""
         while pending and (not given_up or time.monotonic() < deadline):
             done, pending = await asyncio.wait(pending, timeout=max(deadline - time.monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED)
-            problem = next((why for task in done if (why := _problem(task))), "" if done else "it took too long")
-            if problem and not given_up:
+            failed = next((task for task in done if _problem(task)), None)
+            if not given_up and (failed or not done):
                 given_up, deadline = True, max(deadline, time.monotonic() + GRACE_S)
-                self._give_up(transfer, problem)
+                blamed = failed.get_name() if failed else ""
+                self._give_up(transfer, _problem(failed) if failed else "it took too long")
+        return blamed
 
     def _give_up(self, transfer: Transfer, why: str) -> None:
         self.store.set(transfer.key, f"update {transfer.number} was given up: {why}")

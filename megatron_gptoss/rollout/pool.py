@@ -67,6 +67,7 @@ class Given:
 
     digest: int  # sync.verify.digest over what was sent
     answers: Sequence[HeldWeights | Exception]  # of each engine: its account, or EngineDied, also when it was late, or why it refused
+    blamed: str = ""  # the engine whose refusal came first, where the others refused because of it
 
 
 class Policy(Protocol):
@@ -405,7 +406,7 @@ class EnginePool:
     async def _update(self, slots: Sequence[Slot], policy: Policy) -> None:
         """Give these running engines the policy. Those that die are noted; EngineFailed when one has it not as it was sent."""
         given = await policy.give([slot.engine for slot in slots], self.limits.turn_timeout_s)
-        for slot, answer in zip(slots, given.answers, strict=True):
+        for slot, answer in sorted(zip(slots, given.answers, strict=True), key=lambda pair: pair[0].engine.name != given.blamed):
             if isinstance(answer, EngineDied):
                 self._note_death(slot, str(answer))
             elif isinstance(answer, Exception):

@@ -141,12 +141,12 @@ def test_an_engine_that_dies_or_freezes_in_the_middle_costs_the_others_nothing(k
 def test_a_refusal_is_told_and_not_tried_again(kind: Kind, world: World) -> None:
     async def story() -> None:
         link, engines = new_link(world, kind), [Engine("a"), Engine("b")]
-        engines[0].refuses = True
+        engines[1].refuses = True
         began = time.monotonic()
         given = await link.policy(0).give(engines, 8.0)
-        assert isinstance(given.answers[0], WeightsRefused) and "no place" in str(given.answers[0])
+        assert isinstance(given.answers[1], WeightsRefused) and "no place" in str(given.answers[1]) and given.blamed == "b"
         if kind == "shared":  # a broadcast of so little may have arrived at the other one before
-            assert "given up: a: WeightsRefused: no place" in str(given.answers[1]), "it says whose fault it was"
+            assert "given up: b: WeightsRefused: no place" in str(given.answers[0]), "it says whose fault it was"
         assert world.sends == 1 and time.monotonic() - began < 7
 
     asyncio.run(story())
@@ -219,6 +219,25 @@ def test_a_trainer_that_failed_after_all_had_confirmed_is_named(kind: Kind, worl
         monkeypatch.setattr(world, "send_weights", fails_late)
         with pytest.raises(TrainerFailed, match="did not send version 3 as a whole: trainer rank 0: out of memory in the digest"):
             await link.policy(3).give([engine], 8.0)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_fails_first_is_named_and_no_engine_that_waits_for_it(
+    kind: Kind, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        link, engines = new_link(world, kind), [Engine("a"), Engine("b")]
+
+        def fails(transfer: Transfer, _slots: Sequence[tuple[int, ...] | None], _changes: int) -> list[Sent]:
+            link.store.set(transfer.begun, "1")
+            time.sleep(0.5)
+            return [Sent(0, "trainer rank 0: out of memory while gathering")]
+
+        monkeypatch.setattr(world, "send_weights", fails)
+        with pytest.raises(TrainerFailed, match="did not send version 3 as a whole: trainer rank 0: out of memory while gathering"):
+            await link.policy(3).give(engines, 8.0)
 
     asyncio.run(story())
 

@@ -279,6 +279,27 @@ def test_a_refused_update_is_never_served(tmp_path: Path) -> None:
     run(story())
 
 
+@dataclass
+class RefusedByAll:
+    """Weights that the second engine refused first, so that all were told to give up."""
+
+    version: int = 0
+
+    async def give(self, engines: Any, timeout_s: float) -> Given:
+        words = ["given up", "no place", "given up"]
+        return Given(DIGEST, [WeightsRefused(why) for why in words], blamed=engines[1].name)
+
+
+def test_of_many_refusals_the_one_that_came_first_is_told(tmp_path: Path) -> None:
+    async def story() -> None:
+        pool = new_pool(Workshop(tmp_path), num_engines=3)
+        await pool.start()
+        with pytest.raises(EngineFailed, match=rf"^rollout engine {pool.slots[1].engine.name} .*: no place"):
+            await pool.publish(RefusedByAll())
+
+    run(story())
+
+
 def test_an_engine_that_dies_in_an_update_returns_with_the_new_policy(tmp_path: Path) -> None:
     async def story() -> None:
         workshop = Workshop(tmp_path)
