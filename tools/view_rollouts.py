@@ -48,6 +48,16 @@ def view(
     """Read a run's archived conversations: on a terminal, as plain text, or as a page."""
     if out is not None and not html:
         raise ConfigError(f"--out {out} says where --html writes its page. Use both, or neither.")
+    chosen_by = {
+        "step": step,
+        "group": group,
+        "reward": reward,
+        "held-out": held_out or None,
+        "label": label or None,
+        "prompt": prompt or None,
+    }
+    if html and (named := [f"--{name}" for name, value in chosen_by.items() if value is not None]):
+        raise ConfigError(f"{', '.join(named)}: --html writes the whole run, and its page lets you choose. Leave out one or the other.")
     found, tokenizer = archives(run), tokenizer_of(run)
     if html:
         make_page(run, found, tokenizer, out or run / "rollouts.html", max_tokens)

@@ -71,6 +71,10 @@ def test_a_page_goes_where_it_is_said_and_else_into_the_run(run, tmp_path):
         (["--step", "7"], "ConfigError: --step 7 has no archive. There are steps 1, 2."),
         (["--group", "3"], "ConfigError: --group 3 is not there: step 2 has 2 groups."),
         (["--held-out"], "has no archived rollouts of held-out evaluations; leave out --held-out."),
+        (
+            ["--html", "--step", "0", "--reward", "0", "--label", "right"],
+            "ConfigError: --step, --reward, --label: --html writes the whole run, and its page lets you choose. Leave out one or the",
+        ),
         (["--out", "x.html"], "ConfigError: --out x.html says where --html writes its page. Use both, or neither."),
     ],
 )
