@@ -4,6 +4,7 @@ import os
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RAY_worker_niceness"] = "0"  # for a Ray that a test starts itself; Ray's 15 starves beside anything else that computes
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import hypothesis

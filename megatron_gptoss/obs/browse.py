@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -351,12 +352,14 @@ def browse(reader: Reader) -> None:
             size = console.size
             lines = reader.screen(size.width, size.height)
             console.update_screen(Text("\n", no_wrap=True).join(lines))
-            going = reader.press(key(), page=max(size.height - 8, 1))
+            pressed = key()
+            going = pressed == "resized" or reader.press(pressed, page=max(size.height - 8, 1))
 
 
 @contextmanager
 def keys() -> Iterator[Callable[[], str]]:
-    """Gives a function that waits for one key. The terminal is as before when the block ends, whatever ended it."""
+    """Gives a function that waits for one key, or for another size of the window, which is the key "resized". The terminal is as before when
+    the block ends, whatever ended it."""
     if not sys.stdin.isatty():
         raise MachineError("keys are read from a terminal, and standard input is none. Use --plain.")
     import termios
@@ -364,6 +367,8 @@ def keys() -> Iterator[Callable[[], str]]:
 
     source = sys.stdin.fileno()
     before = termios.tcgetattr(source)
+    resized, resizing = os.pipe()
+    before_resize = signal.signal(signal.SIGWINCH, lambda *_: os.write(resizing, b"!"))
 
     def more() -> bytes:
         """The rest of an escape sequence comes at once, or there is none."""
@@ -371,6 +376,9 @@ def keys() -> Iterator[Callable[[], str]]:
 
     def key() -> str:
         """One, however many lie ready: a key that is held down sends faster than a screen is drawn."""
+        if source not in (ready := select.select([source, resized], [], [])[0]) and resized in ready:
+            os.read(resized, 4096)
+            return "resized"
         read = os.read(source, 1)
         if read == b"\x1b":
             read += (begins := more())
@@ -385,4 +393,7 @@ def keys() -> Iterator[Callable[[], str]]:
         tty.setcbreak(source)
         yield key
     finally:
+        signal.signal(signal.SIGWINCH, before_resize)
+        os.close(resized)
+        os.close(resizing)
         termios.tcsetattr(source, termios.TCSADRAIN, before)

@@ -125,7 +125,7 @@ class Bench:
     b: GptOssForCausalLM
     engine: EngineHandle
 
-    def run(self, story: Coroutine[Any, Any, Any], timeout_s: float = 120) -> Any:
+    def run(self, story: Coroutine[Any, Any, Any], timeout_s: float = 300) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(story, timeout_s))
 
     def settings(self, name: str, **changes: Any) -> EngineSettings:

@@ -25,7 +25,7 @@ SMALL = [
 
 def gptoss(*arguments: str, cwd: Path, background: bool = False, timeout: float = 400) -> subprocess.Popen | subprocess.CompletedProcess:
     command = [sys.executable, "-m", "megatron_gptoss.cli", *arguments]
-    environment = {k: v for k, v in os.environ.items() if k not in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "RAY_worker_niceness")}
     # The tests' own settings must not help a run along.
     environment["PYTHONPATH"] = str(ROOT)
     if background:

@@ -39,7 +39,7 @@ class Cluster:
         self.folder.chmod(0o755)  # munge's socket lies below it
         self.names = [f"node{i + 1}" for i in range(nodes)]
         self.environment = {**os.environ, "SLAB": str(self.folder / "lab"), "SLAB_NODES": str(nodes), "SLAB_GPUS": str(gpus)}
-        for name in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"):
+        for name in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "RAY_worker_niceness"):
             self.environment.pop(name, None)  # the tests' own settings must not help a run along
         self.home, self.runs = self.folder / "home", self.folder / "runs"
         self.home.mkdir()

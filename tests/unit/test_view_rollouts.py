@@ -1,11 +1,14 @@
 """tools/view_rollouts.py as a person starts it: in a pipe, on a terminal, for a page; and what it says when it cannot."""
 
+import fcntl
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -86,7 +89,9 @@ def test_a_mistake_is_one_message(run, arguments, message):
 def test_on_a_terminal_keys_lead_on_and_the_screen_is_given_back(run):
     pid, ours = pty.fork()
     if pid == 0:
-        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "110", "LINES": "30"}
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+        os.environ["TERM"] = "xterm-256color"
         os.execv(TOOL[0], [*TOOL, str(run)])
     seen = b""
 
@@ -104,6 +109,12 @@ def test_on_a_terminal_keys_lead_on_and_the_screen_is_given_back(run):
         seen = b""
         os.write(ours, key)
         until(words)
+    for columns in (64, 100):
+        seen = b""
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        until(b"\x1b[2;1H")  # without a key
+        first = seen.split(b"\x1b[1;1H")[1].split(b"\x1b[2;1H")[0]
+        assert len(re.sub(rb"\x1b\[[0-9;]*m", b"", first)) == columns, first
     seen = b""
     os.write(ours, b"q")
     until(b"\x1b[?1049l")
