@@ -4,7 +4,8 @@ import os
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["RAY_worker_niceness"] = "0"  # for a Ray that a test starts itself; Ray's 15 starves beside anything else that computes
+# For a Ray that a test starts itself; Ray's own 15 starves beside anything else that computes. It reads this very spelling.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import hypothesis

@@ -358,8 +358,8 @@ def browse(reader: Reader) -> None:
 
 @contextmanager
 def keys() -> Iterator[Callable[[], str]]:
-    """Gives a function that waits for one key, or for another size of the window, which is the key "resized". The terminal is as before when
-    the block ends, whatever ended it."""
+    """Gives a function that waits for one key, or for another size of the window, which is the key "resized". The terminal is as before
+    when the block ends, whatever ended it."""
     if not sys.stdin.isatty():
         raise MachineError("keys are read from a terminal, and standard input is none. Use --plain.")
     import termios
