@@ -97,8 +97,8 @@ def test_on_a_terminal_keys_lead_on_and_the_screen_is_given_back(run):
 
     def first_rows() -> list[int]:
         """Their widths; a screen is filled up to its right end."""
-        plain = re.sub(rb"\x1b\[[0-9;]*m", b"", seen)
-        return [len(row) for row in re.findall(rb"\x1b\[1;1H(.*?)\x1b\[2;1H", plain)]
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", seen.decode(errors="replace"))
+        return [len(row) for row in re.findall(r"\x1b\[1;1H(.*?)\x1b\[2;1H", plain)]
 
     def until(words: bytes, width: int = 0) -> None:
         nonlocal seen
