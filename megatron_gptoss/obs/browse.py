@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -343,6 +344,10 @@ ESCAPES = {"\x1b[C": "right", "\x1b[D": "left", "\x1b[A": "up", "\x1b[B": "down"
 ESCAPES |= {"\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "b", "\x1b[6~": " ", "\x1b[H": "0", "\x1b": "q", "": "q"}
 
 
+# Linux signals a pseudo-terminal's new size a moment before it can be read, and a window that is dragged changes it many times.
+SETTLE_S = 0.05
+
+
 def browse(reader: Reader) -> None:
     """Until somebody leaves. MachineError when standard input is no terminal."""
     console = RichConsole(highlight=False)
@@ -377,6 +382,7 @@ def keys() -> Iterator[Callable[[], str]]:
     def key() -> str:
         """One, however many lie ready: a key that is held down sends faster than a screen is drawn."""
         if source not in (ready := select.select([source, resized], [], [])[0]) and resized in ready:
+            time.sleep(SETTLE_S)
             os.read(resized, 4096)
             return "resized"
         read = os.read(source, 1)
