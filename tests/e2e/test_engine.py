@@ -31,6 +31,7 @@ from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from megatron_gptoss.sync.verify import NO_WEIGHTS, digest
 from megatron_gptoss.sync.wire import to_bytes
 from megatron_gptoss.types import TurnRequest, TurnResult
+from tests.helpers.runs import words_of
 
 WINDOW, VOCABULARY, MAX_LEN = 32, 512, 512
 PARITY = 1e-5  # nats; ten times below what a run allows. Rounding of two float32 implementations gives 2e-6 to 4e-6
@@ -353,7 +354,7 @@ async def sample_all(pool: EnginePool, requests: list[TurnRequest], at_once: boo
 
 def victims(pid: int) -> dict[str, psutil.Process]:
     """The actor and vLLM's engine core, its child."""
-    core = next(child for child in psutil.Process(pid).children(recursive=True) if "spawn_main" in " ".join(child.cmdline()))
+    core = next(child for child in psutil.Process(pid).children(recursive=True) if "spawn_main" in words_of(child))
     return {"actor": psutil.Process(pid), "core": core}
 
 

@@ -18,6 +18,7 @@ from megatron_gptoss.rollout.engine import WeightsRefused
 from megatron_gptoss.rollout.handle import start_engine
 from megatron_gptoss.rollout.vllm_settings import EngineSettings
 from tests.e2e.test_engine import MAX_LEN, PARITY, Bench, ask, buckets_of, gap, make_prompt, tiny_config, tiny_policy, wire, with_tensor
+from tests.helpers.runs import words_of
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,8 @@ def family(bench: Bench) -> dict[str, psutil.Process]:
     """The actor, its engine core, and the workers, which are the core's children."""
     assert bench.engine.pid is not None
     actor = psutil.Process(bench.engine.pid)
-    (core,) = [child for child in actor.children() if "spawn_main" in " ".join(child.cmdline())]
-    first, second = sorted((child for child in core.children() if "spawn_main" in " ".join(child.cmdline())), key=lambda p: p.pid)
+    (core,) = [child for child in actor.children() if "spawn_main" in words_of(child)]
+    first, second = sorted((child for child in core.children() if "spawn_main" in words_of(child)), key=lambda p: p.pid)
     return {"actor": actor, "core": core, "first worker": first, "second worker": second}
 
 

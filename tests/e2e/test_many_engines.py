@@ -36,7 +36,7 @@ from megatron_gptoss.tasks.arithmetic import Arithmetic
 from megatron_gptoss.tasks.base import Conversation, Verdict
 from megatron_gptoss.types import Prompt, RolloutGroup
 from tests.helpers.checkpoints import tensors_of
-from tests.helpers.runs import CONFIGS, alive, finished, gptoss, metrics, tree, wait_for
+from tests.helpers.runs import CONFIGS, alive, finished, gptoss, metrics, tree, wait_for, words_of
 from tests.helpers.tiny_model import hugging_face_model
 
 VERSION = 4
@@ -91,7 +91,7 @@ class House:
         pid = self.pool.slots[index].engine.pid
         assert pid is not None
         actor = psutil.Process(pid)
-        (core,) = [child for child in actor.children() if "spawn_main" in " ".join(child.cmdline())]
+        (core,) = [child for child in actor.children() if "spawn_main" in words_of(child)]
         self.seen += [actor, *actor.children(recursive=True)]
         return actor, core
 
@@ -216,7 +216,7 @@ def test_an_engine_core_that_freezes_while_nothing_is_asked_is_found_too(house: 
 
 def engines(driver: int) -> list[psutil.Process]:
     """The actors, oldest first."""
-    return sorted((p for p in tree(driver) if p.name().startswith("ray::Engine")), key=lambda p: p.create_time())
+    return sorted((p for p in tree(driver) if words_of(p).startswith("ray::Engine")), key=lambda p: p.create_time())
 
 
 @pytest.mark.timeout(1800)
@@ -243,7 +243,7 @@ def test_kills_at_random_moments_cost_no_step(warm: Path, tmp_path: Path) -> Non
     def kill_one(among: Sequence[psutil.Process]) -> None:
         victims = [p for p in among if p not in killed and p.is_running()]
         actor = rng.choice(victims)
-        cores = [child for child in actor.children() if "spawn_main" in " ".join(child.cmdline())]
+        cores = [child for child in actor.children() if "spawn_main" in words_of(child)]
         (rng.choice([actor, *cores])).send_signal(signal.SIGKILL)
         killed.append(actor)
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.helpers.runs import alive, finished, gptoss, metrics, must, tree, wait_for
+from tests.helpers.runs import alive, finished, gptoss, metrics, must, tree, wait_for, words_of
 
 STEPS = 12
 FLAGS = (f"--run.steps={STEPS}", "--run.save_every=2", "--run.eval_every=0", "--run.final_eval_prompts=4", "--rl.drop_uniform_groups=false")
@@ -37,7 +37,7 @@ def killed_and_resumed(*arguments: str, cwd: Path, patience_s: float) -> None:
 
     def kill(name: str) -> None:
         family.extend(p for p in tree(driver.pid) if p not in family)
-        victim = next(p for p in family if p.is_running() and p.name().startswith(name))
+        victim = next(p for p in family if p.is_running() and words_of(p).startswith(name))
         victim.kill()
 
     def gone(condition: bool) -> bool:

@@ -72,6 +72,14 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
+def words_of(process: psutil.Process) -> str:
+    """Its name and its command line; "" when it has ended meanwhile."""
+    try:
+        return " ".join([process.name(), *process.cmdline()])
+    except psutil.Error:
+        return ""
+
+
 def alive(processes: list[psutil.Process]) -> list[str]:
     left = []
     for process in processes:
