@@ -75,21 +75,23 @@ def test_the_sender_survives_a_receiver_that_is_killed(kind: Kind, here: str, th
     def transfer(number: int) -> Transfer:
         return Transfer(kind, number, number, "float32", BUCKET, "127.0.0.1", store.port, PATIENCE_S, str(number), 2)
 
-    orders, sent, received = context.Queue(), context.Queue(), context.Queue()
+    orders, sent = context.Queue(), context.Queue()
     sender = context.Process(target=send, args=(here, orders, sent), daemon=True)
     sender.start()
     processes = [sender]
 
-    def receiver(number: int, *, stops: bool) -> Any:
+    def receiver(number: int, *, stops: bool) -> tuple[Any, Any]:
+        """A process, and a queue of its own: one that is killed may take its queue's lock with it."""
         receipt = Receipt(transfer(number), first_rank=1)
         if kind == "shared":
             orders.put("lend")
             receipt = Receipt(transfer(number), sources=(sent.get(timeout=PATIENCE_S),), slots=(number,))
+        received = context.Queue()
         processes.append(context.Process(target=receive, args=(there, receipt, received, stops), daemon=True))
-        return processes[-1]
+        return processes[-1], received
 
     try:
-        victim = receiver(1, stops=True)
+        victim, received = receiver(1, stops=True)
         victim.start()
         orders.put(transfer(1))
         assert received.get(timeout=PATIENCE_S) == "in the middle"
@@ -98,7 +100,8 @@ def test_the_sender_survives_a_receiver_that_is_killed(kind: Kind, here: str, th
         store.set(transfer(1).key, "the engine died")  # as the driver does when Ray tells it
         first = sent.get(timeout=20)
         assert first.problem and sender.is_alive()
-        receiver(2, stops=False).start()
+        successor, received = receiver(2, stops=False)
+        successor.start()
         orders.put(transfer(2))
         second = sent.get(timeout=PATIENCE_S)
         assert second.problem == "" and second.digest == received.get(timeout=PATIENCE_S)
