@@ -106,7 +106,7 @@ def test_the_sender_survives_a_receiver_that_is_killed(kind: Kind, here: str, th
         second = sent.get(timeout=PATIENCE_S)
         assert second.problem == "" and second.digest == received.get(timeout=PATIENCE_S)
         orders.put(None)
-        sender.join(30)
+        sender.join(2 * PATIENCE_S)  # at a process's end Gloo may wait for what was on its way, until its own timeout
         assert sender.exitcode == 0
     finally:
         for process in processes:
