@@ -134,7 +134,15 @@ class TestKeys:
 
 
 def drawn(r: Reader, width=100, height=30, colour=None) -> str:
-    console = Console(width=width, color_system=colour, force_terminal=bool(colour), record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    # With a height of its own it does not ask the terminal that the tests run in, which may be a dumb one.
+    console = Console(
+        width=width,
+        height=height,
+        color_system=colour,
+        force_terminal=bool(colour),
+        record=True,
+        file=open("/dev/null", "w"),  # noqa: SIM115, PTH123
+    )
     for line in r.screen(width, height):
         console.print(line, no_wrap=True)
     return console.export_text(styles=bool(colour))
