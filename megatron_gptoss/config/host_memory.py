@@ -22,7 +22,8 @@ def optimizers_per_node(config: Config) -> int:
 
 
 def checkpoint_per_node(config: Config) -> int:
-    """What is there besides while a checkpoint is being written; 0 for a run that writes none."""
+    """What is there besides while a checkpoint is being written; 0 where `gptoss train` is told to write none. When it is asked to stop it
+    still does, and `gptoss sft` always does: neither is counted then."""
     if not (config.run.save_every or config.run.save_at_end):
         return 0
     count = _copied if config.run.save_in_background else _passing

@@ -25,6 +25,7 @@ from megatron_gptoss.sync.transfer import Kind, Receipt, Sent, SharedBuffers, Su
 from megatron_gptoss.types import PolicyVersion
 
 TRAINER = "the trainer"  # among those who take part in an update
+GIVEN_UP = "was given up"  # what the others are told, and say when they are asked
 GRACE_S = 10.0  # for those who are alive, to notice that an update was given up
 SERVER_TIMEOUT = timedelta(seconds=60)
 
@@ -110,8 +111,9 @@ class WeightLink:
                 if not (broken and died and living):
                     break
         problem = next((each.problem for each in sent if each.problem), "")
-        held = all(isinstance(answers[engine.name], HeldWeights) for engine in living)
-        if problem and living and (held or blamed == TRAINER):
+        # A trainer that loses its connection may say so before the engine that closed it says why.
+        only_told = blamed == TRAINER and all(GIVEN_UP in str(answers[engine.name]) for engine in living)
+        if problem and living and (only_told or all(isinstance(answers[engine.name], HeldWeights) for engine in living)):
             raise TrainerFailed(f"the trainer did not send version {policy.version} as a whole: {problem}")
         digests = {each.digest for each in sent if not each.problem}
         if len(digests) > 1:
@@ -174,7 +176,7 @@ class WeightLink:
         return blamed
 
     def _give_up(self, transfer: Transfer, why: str) -> None:
-        self.store.set(transfer.key, f"update {transfer.number} was given up: {why}")
+        self.store.set(transfer.key, f"update {transfer.number} {GIVEN_UP}: {why}")
         self.members = ()
 
     async def _get_ready(self, engines: Sequence[Receiving]) -> None:

@@ -243,6 +243,29 @@ def test_a_trainer_that_fails_first_is_named_and_no_engine_that_waits_for_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_of_an_engine_s_own_is_no_fault_of_the_trainer_whoever_speaks_first(
+    kind: Kind, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        link, engine = new_link(world, kind), Engine("a")
+
+        def lost(transfer: Transfer, _slots: Sequence[tuple[int, ...] | None], _changes: int) -> list[Sent]:
+            link.store.set(transfer.begun, "1")
+            return [Sent(0, "connection closed by peer")]
+
+        async def refuses(_receipt: Receipt) -> HeldWeights:
+            await asyncio.sleep(0.5)
+            raise WeightsRefused("no place for it")
+
+        monkeypatch.setattr(world, "send_weights", lost)
+        engine.receive_weights = refuses  # type: ignore[method-assign]
+        given = await link.policy(0).give([engine], 8.0)
+        assert str(given.answers[0]) == "no place for it"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_when_the_driver_is_interrupted_the_trainer_is_let_go(kind: Kind, world: World) -> None:
     async def story() -> None:
         link, engine = new_link(world, kind), Engine("a")
