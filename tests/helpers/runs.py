@@ -27,7 +27,7 @@ def gptoss(*arguments: str, cwd: Path, background: bool = False, timeout: float 
     command = [sys.executable, "-m", "megatron_gptoss.cli", *arguments]
     environment = {k: v for k, v in os.environ.items() if k not in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "RAY_worker_niceness")}
     # The tests' own settings must not help a run along.
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # packages may come by it
     if background:
         log = (cwd / "terminal.txt").open("w")
         # As from a terminal: a shell starts what it puts into the background deaf to Ctrl-C, and tests may have been started so.
