@@ -2,7 +2,7 @@
 
 In: a GptOssModel and a fault's name. Out: the same model, computing something wrong; its weights are never touched, so what it exports is
 right. For the self-test, which has to see such a fault, and for finding out whether it explains the engine's log-probs. Faults of the head
-are only noted on the model: the head is its caller's.
+are only noted on the model: the head is its caller's. NEAR_TIES is no fault: it does what another order of sums might do to the routers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron_gptoss.attention.module import AttentionOptions, SinkAttention
 from megatron_gptoss.model.experts import GroupedExperts
 from megatron_gptoss.model.gpt_oss import GptOssModel
 from megatron_gptoss.model.layer import RotatedSelfAttention, YarnAngles
-from megatron_gptoss.model.router import routers_of
+from megatron_gptoss.model.router import rounding_noise, routers_of
+from megatron_gptoss.rl.parity import NEAR_TIES
 
 MODEL_FAULTS = ("no-sinks", "window", "window-short", "no-window", "yarn", "yarn-rounded", "router-bias", "gate-up")
 HEAD_FAULTS = ("temperature", "shifted")
@@ -24,8 +25,8 @@ FAULTS = ("none", *MODEL_FAULTS, *HEAD_FAULTS)
 
 def break_model(model: GptOssModel, fault: str) -> Callable[[], None]:
     """Returns what mends it. "none" breaks nothing."""
-    if fault not in FAULTS:
-        raise ValueError(f"unknown fault {fault!r}; one of {', '.join(FAULTS)}")
+    if fault not in (*FAULTS, NEAR_TIES):
+        raise ValueError(f"unknown fault {fault!r}; one of {', '.join((*FAULTS, NEAR_TIES))}")
     before: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:
@@ -49,6 +50,9 @@ def break_model(model: GptOssModel, fault: str) -> Callable[[], None]:
     elif fault == "router-bias":
         for router in routers_of(model):
             put(router, "ignore_bias", True)
+    elif fault == NEAR_TIES:
+        for router in routers_of(model):
+            put(router, "noise", rounding_noise(router))
     elif fault in HEAD_FAULTS:
         put(model, "head_fault", fault)
     elif fault == "gate-up":

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gptoss.model.replay import remember_routes_in_checkpoints, take_experts
+
+ROUNDING_OF_LOGITS = 0.02  # standard deviations of a token's logits; see docs/self_test.md for how it was found
 
 
 def router_spec() -> Any:
@@ -85,10 +88,13 @@ class ChoiceNoise:
 
     std: float  # in units of the logits
     generator: torch.Generator  # on the routers' device
+    relative: bool = False  # `std` is in units of how far a token's logits lie apart, their standard deviation over the experts
 
     def __call__(self, logits_TE: Tensor) -> Tensor:
-        noise = torch.empty_like(logits_TE, requires_grad=False).normal_(0.0, self.std, generator=self.generator)
-        return logits_TE.detach() + noise
+        noise_TE = torch.empty_like(logits_TE, requires_grad=False).normal_(0.0, self.std, generator=self.generator)
+        if self.relative:
+            noise_TE *= logits_TE.detach().std(dim=-1, keepdim=True)
+        return logits_TE.detach() + noise_TE
 
 
 class GptOssRouter(Router):
@@ -141,6 +147,12 @@ def routers_of(model: torch.nn.Module) -> list[GptOssRouter]:
 def router_layers(model: torch.nn.Module) -> tuple[int, ...]:
     """Which layers this rank has routers for: what `Routes.cut(layers=...)` takes on a pipeline stage."""
     return tuple(router.layer for router in routers_of(model))
+
+
+def rounding_noise(router: GptOssRouter) -> ChoiceNoise:
+    """As large as what 16 bits make of a router's input, summed in another order: choices that it changes are near-ties."""
+    seed = 1_000_003 * dist.get_rank() + 1000 * router.layer
+    return ChoiceNoise(ROUNDING_OF_LOGITS, torch.Generator(device=router.weight.device).manual_seed(seed), relative=True)
 
 
 def inject_choice_noise(model: torch.nn.Module, std: float, seed: int) -> None:

@@ -11,6 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# No fault: every pass sends some tokens to an expert whose logit is almost that of a chosen one (model/faults.py).
+NEAR_TIES = "near-ties"
+
 # Fault -> piece that has it, what it is. {window} is the right one, {wider} and {narrower} its neighbours, {T} rollout.temperature.
 FAULT_WORDS = {
     "no-sinks": ("attention", "attention sinks are ignored"),
@@ -102,6 +105,7 @@ class Fit:
     """What is left of the gap when the trainer computes with a fault, too."""
 
     fault: str
+    gap_mean: float  # of |trainer - engine|, nats
     left: float  # largest |trainer with the fault - engine|, nats
     left_mean: float  # its mean
     explained: float  # share of the gap's square that is gone, 1 at best
@@ -156,15 +160,28 @@ def fit(fault: str, trainer: Sequence[Sequence[float]], engine: Sequence[Sequenc
     each sequence is left out: what it would have got is not known."""
     keep = {"shifted": slice(1, None), "shifted-early": slice(None, -1)}.get(fault, slice(None))
     rows = [row for a, b, c in zip(trainer, engine, changed, strict=True) for row in list(zip(a, b, c, strict=True))[keep]]
+    if not rows:
+        return Fit(fault, math.nan, math.nan, math.nan, 0.0, math.nan, math.nan)
     gap = sum((a - b) ** 2 for a, b, _ in rows)
     left = sum((c - b) ** 2 for _, b, c in rows)
     return Fit(
         fault,
+        gap_mean=sum(abs(a - b) for a, b, _ in rows) / len(rows),
         left=_largest(c - b for _, b, c in rows),
         left_mean=sum(abs(c - b) for _, b, c in rows) / len(rows),
         explained=1.0 - left / gap if gap > 0.0 else 0.0,
         changed=_largest(c - a for a, _, c in rows),
         changed_mean=sum(abs(c - a) for a, _, c in rows) / len(rows),
+    )
+
+
+def steady_tokens(
+    trainer: Sequence[Sequence[float]], shaken: Sequence[Sequence[Sequence[float]]], limit: float
+) -> tuple[tuple[bool, ...], ...]:
+    """Of each sequence's tokens, which keep their log-prob within `limit` nats in every pass of `shaken`. nan does not."""
+    return tuple(
+        tuple(all(abs(passed[i][t] - logp) <= limit for passed in shaken) for t, logp in enumerate(sequence))
+        for i, sequence in enumerate(trainer)
     )
 
 
@@ -196,9 +213,10 @@ def cause_in_trainer(pieces: Sequence[PieceGap]) -> Cause | None:
 
 
 def cause_in_engine(fits: Sequence[Fit], band: Band) -> Cause:
-    """The fault with which the trainer equals the engine: what is left is inside the band, and most of it is gone. When several do, the
+    """The fault with which the trainer equals the engine: what is left is inside the band, and most of the gap is gone, of its square and
+    of its mean: a single token that is far off has nearly all of the square, and any fault may happen to move it. When several do, the
     best."""
-    good = [f for f in fits if band.holds(f.left, f.left_mean) and f.explained > 0.5]
+    good = [f for f in fits if band.holds(f.left, f.left_mean) and f.explained > 0.5 and f.left_mean < 0.5 * f.gap_mean]
     if not good:
         return Cause("unknown", "", "")
     best = max(good, key=lambda f: f.explained)
