@@ -231,7 +231,7 @@ def test_in_bfloat16_rounding_is_no_fault_and_a_fault_smaller_than_rounding_is_f
 
 
 def engine_that_rounds_otherwise(session, fault="none"):
-    """An engine that is the trainer, or has a fault, but takes near-ties of its routers the other way, otherwise than the self-test does."""
+    """An engine that is the trainer, or has a fault, but takes near-ties of its routers another way than the self-test does."""
     probe = engine_probe()
     with session.broken(fault), session.broken(NEAR_TIES):
         for _ in range(18):
