@@ -47,7 +47,7 @@ class RankMemory:
     @property
     def worst_phase(self) -> str:
         """Also "engine": the rank rests beside an engine that works."""
-        return "engine" if self._while_it_rests > self._while_it_works else self._worst_of_tensors
+        return "engine" if self._while_it_rests > self.while_it_works else self._worst_of_tensors
 
     @property
     def _worst_of_tensors(self) -> str:
@@ -70,10 +70,11 @@ class RankMemory:
     @property
     def total(self) -> int:
         """What the GPU must have."""
-        return max(self._while_it_works, self._while_it_rests)
+        return max(self.while_it_works, self._while_it_rests)
 
     @property
-    def _while_it_works(self) -> int:
+    def while_it_works(self) -> int:
+        """Beside an engine that sleeps, if there is one: what the GPU holds after an update."""
         return self.allocated + sum(part.num_bytes for part in self.overhead if part.phase != "awake")
 
     @property

@@ -114,7 +114,7 @@ def predicted_and_measured(predicted: RankMemory, measured: PeakMemory) -> list[
     return [
         ("tensors at the peak", _beside(predicted.allocated, measured.allocated)),
         ("held by the allocator, with gaps", _beside(predicted.reserved, measured.reserved)),
-        ("on the GPU in all", _beside(predicted.total, measured.device)),
+        ("on the GPU in all", _beside(predicted.while_it_works, measured.device)),  # engines that share it sleep when this is measured
     ]
 
 

@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def loaded(*arguments: str) -> Loaded:
-    names = {"tiny", "20b", "120b", "scaled"}
+    names = {"tiny", "20b", "120b", "scaled", "small_h200"}
     return load(*parse_flags([str(CONFIGS / f"{a}.toml") if a in names else a for a in arguments]))
 
 
@@ -350,6 +350,10 @@ def test_prediction_beside_measurement():
     rows = predicted_and_measured(memory, PeakMemory(memory.allocated, memory.reserved, round(memory.total / 0.95)))
     assert [value.endswith(percent) for (_, value), percent in zip(rows, ("+0.0 %", "+0.0 %", "-5.0 %"), strict=True)] == [True] * 3
     assert predicted_and_measured(memory, PeakMemory(0, 0, 0))[0][1].endswith("measured 0.0 MiB")
+    # After an update an engine that shares the GPU sleeps: its share is no part of what is measured then.
+    shared = worst_rank(loaded("small_h200").config)
+    assert shared.worst_phase == "engine" and shared.total > shared.while_it_works
+    assert predicted_and_measured(shared, PeakMemory(1, 1, shared.while_it_works))[2][1].endswith("+0.0 %")
 
 
 def test_a_run_says_the_fullest_rank_beside_its_own_stage_and_only_once():
