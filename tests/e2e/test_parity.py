@@ -201,3 +201,16 @@ def test_the_command_line_refuses_a_broken_trainer_and_checks_a_right_one(warm, 
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "PASS  parity: largest gap between trainer and engine" in checked.stdout
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"demo-x"}
+
+
+def test_in_bfloat16_on_both_sides_a_right_pair_agrees_within_its_limits_and_a_broken_one_does_not(warm, tmp_path):
+    """As on a GPU. Near-ties of routers are taken the other way in the real trainer, through its actor."""
+    both = ["--trainer.dtype=bfloat16", "--rollout.dtype=bfloat16", "--parity.max_abs_gap=0.3", "--parity.max_mean_gap=0.05"]
+    arguments = [*CONFIGS, *SMALL, "--init", str(warm), *both, "--parity.perturb=no-window,yarn"]
+    checked = gptoss("check", *arguments, "--parity", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "no-window, yarn would have been seen" in checked.stdout
+    refused = gptoss("train", *arguments, "--run.id=x", "--parity.trainer_fault=window", cwd=tmp_path)
+    assert refused.returncode == 1 and "Cause: the trainer's attention in layer 0: the sliding window is 33" in refused.stderr, (
+        refused.stderr
+    )
