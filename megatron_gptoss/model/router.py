@@ -26,7 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_gptoss.model.replay import remember_routes_in_checkpoints, take_experts
 
-ROUNDING_OF_LOGITS = 0.02  # standard deviations of a token's logits; see docs/self_test.md for how it was found
+# What 16 bits make of a router's logits: through its input, in standard deviations of a token's logits (docs/self_test.md says how it was
+# found), and of each logit itself, where an engine rounds it.
+ROUNDING_OF_INPUT, ROUNDING_OF_LOGIT = 0.02, 2.0**-9
 
 
 def router_spec() -> Any:
@@ -88,13 +90,14 @@ class ChoiceNoise:
 
     std: float  # in units of the logits
     generator: torch.Generator  # on the routers' device
-    relative: bool = False  # `std` is in units of how far a token's logits lie apart, their standard deviation over the experts
+    like_rounding: bool = False  # `std` in units of what 16 bits make of the logits
 
     def __call__(self, logits_TE: Tensor) -> Tensor:
-        noise_TE = torch.empty_like(logits_TE, requires_grad=False).normal_(0.0, self.std, generator=self.generator)
-        if self.relative:
-            noise_TE *= logits_TE.detach().std(dim=-1, keepdim=True)
-        return logits_TE.detach() + noise_TE
+        logits_TE = logits_TE.detach()
+        noise_TE = torch.empty_like(logits_TE).normal_(0.0, self.std, generator=self.generator)
+        if self.like_rounding:
+            noise_TE *= ROUNDING_OF_INPUT * logits_TE.std(dim=-1, keepdim=True) + ROUNDING_OF_LOGIT * logits_TE.abs()
+        return logits_TE + noise_TE
 
 
 class GptOssRouter(Router):
@@ -150,9 +153,9 @@ def router_layers(model: torch.nn.Module) -> tuple[int, ...]:
 
 
 def rounding_noise(router: GptOssRouter) -> ChoiceNoise:
-    """As large as what 16 bits make of a router's input, summed in another order: choices that it changes are near-ties."""
+    """As large as another order of sums in 16 bits may make it: choices that it changes are near-ties."""
     seed = 1_000_003 * dist.get_rank() + 1000 * router.layer
-    return ChoiceNoise(ROUNDING_OF_LOGITS, torch.Generator(device=router.weight.device).manual_seed(seed), relative=True)
+    return ChoiceNoise(1.0, torch.Generator(device=router.weight.device).manual_seed(seed), like_rounding=True)
 
 
 def inject_choice_noise(model: torch.nn.Module, std: float, seed: int) -> None:

@@ -175,14 +175,27 @@ def fit(fault: str, trainer: Sequence[Sequence[float]], engine: Sequence[Sequenc
     )
 
 
-def steady_tokens(
-    trainer: Sequence[Sequence[float]], shaken: Sequence[Sequence[Sequence[float]]], limit: float
-) -> tuple[tuple[bool, ...], ...]:
-    """Of each sequence's tokens, which keep their log-prob within `limit` nats in every pass of `shaken`. nan does not."""
+def farthest(trainer: Sequence[Sequence[float]], passes: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:
+    """How far the passes move each token at most, nats; inf where one is not a number, 0 where there are none."""
+
+    def moved(logp: float, passed: Iterable[float]) -> float:
+        moves = [abs(other - logp) for other in passed]
+        return max(moves, default=0.0) if all(map(math.isfinite, moves)) else math.inf
+
     return tuple(
-        tuple(all(abs(passed[i][t] - logp) <= limit for passed in shaken) for t, logp in enumerate(sequence))
-        for i, sequence in enumerate(trainer)
+        tuple(moved(logp, (passed[i][t] for passed in passes)) for t, logp in enumerate(sequence)) for i, sequence in enumerate(trainer)
     )
+
+
+def steady_tokens(trainer: Sequence[float], moved: Sequence[float], limit: float) -> tuple[bool, ...]:
+    """Of one sequence. What the trainer itself does not know is no near-tie: it stays, to be seen."""
+    return tuple(move <= limit or not math.isfinite(logp) for logp, move in zip(trainer, moved, strict=True))
+
+
+def strays(trainer: Sequence[float], engine: Sequence[float], moved: Sequence[float], band: Band) -> list[float]:
+    """Of one sequence: gaps that are larger than what is allowed and what near-ties move together. nan is."""
+    gaps = [(abs(a - b), band.largest + move) for a, b, move in zip(trainer, engine, moved, strict=True)]
+    return [gap for gap, limit in gaps if not gap <= limit]
 
 
 def is_blind(change: Fit, band: Band) -> bool:

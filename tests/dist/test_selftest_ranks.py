@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 from megatron_gptoss.model import reference
 from megatron_gptoss.parallel.packing import make_microbatch
 from megatron_gptoss.parallel.shape import ParallelShape
-from megatron_gptoss.rl.parity import FAULT_WORDS
+from megatron_gptoss.rl.parity import FAULT_WORDS, NEAR_TIES
 from tests.helpers.tiny_model import strong_tensors
 from tests.helpers.training import MILD, samples, trainer
 
@@ -29,6 +29,7 @@ def batches():
 
 def two_ranks(rank: int, folder: str) -> None:
     from megatron_gptoss.checkpoint.weight_map import export_hf
+    from megatron_gptoss.model import router
     from megatron_gptoss.model.faults import broken
     from megatron_gptoss.model.pieces import compare, watched
     from megatron_gptoss.parallel.groups import destroy_groups, init_groups
@@ -45,6 +46,9 @@ def two_ranks(rank: int, folder: str) -> None:
                     with watched(t.module) as seen:
                         logp = [s.logp_N for s in t.score(mine, temperature=TEMPERATURE)]
                     found["pieces", fault] = compare(seen, export_hf(t.module, MILD), MILD, mine, logp, TEMPERATURE, 1e-4)
+        router.ROUNDING_OF_INPUT = 1.0  # or too few tokens of so small a model change their experts
+        with broken(t.module, NEAR_TIES):
+            found[name, NEAR_TIES] = [s.logp_N for s in t.score(mine, temperature=TEMPERATURE)]
         dist.barrier()
         destroy_groups()
     torch.save(found, f"{folder}/rank{rank}.pt")
@@ -74,3 +78,11 @@ def test_pieces_are_judged_on_both_ranks_with_experts_divided(found, fault):
         bad = {(p.piece, p.fault) for p in rank["pieces", fault] if p.bad}
         piece = "head" if fault == "temperature" else FAULT_WORDS.get(fault, ("", ""))[0]
         assert bad == (set() if fault == "none" else {(piece, fault)})
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_near_ties_are_taken_the_other_way_in_every_layout(found, layout):
+    shaken, right = (torch.stack([torch.cat(rank[layout, which]) for rank in found]) for which in (NEAR_TIES, "none"))
+    assert shaken.isfinite().all() and (shaken - right).abs().amax(dim=1).min() > 1e-2, "on both ranks"
+    if layout != "EP2":  # there each rank has sequences, and noise, of its own
+        assert torch.equal(shaken[0], shaken[1])

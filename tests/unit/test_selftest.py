@@ -5,6 +5,7 @@ What must hold: a fault on either side gets its name and its side; rounding gets
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,11 +31,13 @@ from megatron_gptoss.rl.parity import (
     agree,
     cause_in_engine,
     cause_in_trainer,
+    farthest,
     fit,
     mean_gap,
     sentence,
     shift,
     steady_tokens,
+    strays,
 )
 from megatron_gptoss.types import Sample
 from tests.helpers.tiny_model import TINY, strong_tensors
@@ -60,7 +63,7 @@ def engine_probe(fault="none", change=None):
         logp = tuple(shift(logp.tolist(), fault) if "shifted" in fault else logp.tolist())
         samples.append(Sample(f"p{i}", tuple(ids), (False,) * n + (True,) * NEW, (0.0,) * n + logp, 0.0))
         engine.append(logp)
-    return selftest.Probe(tuple(samples), tuple(engine), ((True,) * NEW,) * len(PROMPT))
+    return selftest.Probe(tuple(samples), tuple(engine), ((True,) * NEW,) * len(PROMPT), ((0.0,) * NEW,) * len(PROMPT))
 
 
 class Session:
@@ -262,12 +265,35 @@ def test_a_fault_of_the_engine_is_seen_and_named_between_near_ties(one_rank, mon
     assert_names(text, "engine", fault)
 
 
-def test_a_model_whose_choice_of_experts_is_rounding_cannot_be_compared(one_rank, monkeypatch):
+def test_where_most_tokens_hang_on_near_ties_all_count(one_rank, monkeypatch):
     from megatron_gptoss.model import router
 
-    monkeypatch.setattr(router, "ROUNDING_OF_LOGITS", 1.0)
-    text = refusal(monkeypatch, Session(one_rank, dtype="bfloat16", max_abs_gap=0.2), engine_probe())
-    assert "cannot be compared" in text and "which is most of them" in text and "rl.router_replay" in text
+    monkeypatch.setattr(router, "ROUNDING_OF_INPUT", 1.0)
+    session = Session(one_rank, dtype="bfloat16", max_abs_gap=0.2, max_mean_gap=0.01, perturb="no-window")
+    passed = run(monkeypatch, session, engine_probe())  # an engine that rounds as the trainer does agrees all the same
+    assert sum(row.tokens for row in passed.rows) == 40 and "so many that all count" in passed.words()
+    text = refusal(monkeypatch, session, engine_that_rounds_otherwise(session))
+    assert "so many that all count" in text and "rl.router_replay" in text
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_what_the_trainer_does_not_know_is_no_near_tie(one_rank, monkeypatch, wrong):
+    session = Session(one_rank, dtype="bfloat16", max_abs_gap=0.2, max_mean_gap=0.01, perturb="")
+    right = session.score
+    session.score = lambda samples: [[wrong] * len(logp) if i == 3 else logp for i, logp in enumerate(right(samples))]
+    assert "The run does not start" in refusal(monkeypatch, session, engine_probe())
+
+
+def test_a_token_that_hangs_on_a_near_tie_may_be_no_further_off_than_that_explains(one_rank, monkeypatch):
+    session = Session(one_rank, dtype="bfloat16", max_abs_gap=0.2, max_mean_gap=0.01, perturb="no-window,yarn")
+    probe = engine_that_rounds_otherwise(session)
+    some = selftest._without_near_ties(session, probe, session.score(probe.samples))
+    far = tuple(
+        tuple(logp if counts else -20.0 for logp, counts in zip(*rows, strict=True)) for rows in zip(probe.engine, some.steady, strict=True)
+    )
+    text = refusal(monkeypatch, session, replace(probe, engine=far))
+    assert re.search(r"of 40 tokens hang on near-ties of a router and do not count, but for \d that are \d+\.\d nats off", text), text
+    assert "no single known fault of an engine" in text
 
 
 def test_in_float32_no_token_is_left_out(one_rank, monkeypatch):
@@ -339,11 +365,17 @@ def test_a_fault_that_happens_to_move_one_token_that_is_far_off_is_not_the_engin
     assert cause_in_engine([found], Band(1.0, 0.05)).fault == "no-sinks", "it moves the others too, the right way"
 
 
-def test_tokens_are_steady_that_no_pass_moves_by_more_than_the_limit():
-    trainer = [[-1.0, -2.0, -3.0], [-4.0]]
-    passes = [[[-1.2, -2.0, -3.0], [-4.25]], [[-1.0, -2.3, float("nan")], [-4.0]]]
-    assert steady_tokens(trainer, passes, 0.25) == ((True, False, False), (True,))
-    assert steady_tokens(trainer, [], 0.0) == ((True, True, True), (True,))
+def test_near_ties_by_hand():
+    nan, inf = float("nan"), float("inf")
+    trainer = [[-1.0, -2.0, -3.0], [-4.0, nan]]
+    passes = [[[-1.5, -2.0, -3.0], [-4.25, -1.0]], [[-1.0, -2.75, nan], [-4.0, nan]]]
+    moved = farthest(trainer, passes)
+    assert moved == ((0.5, 0.75, inf), (0.25, inf)) and farthest(trainer, []) == ((0.0, 0.0, 0.0), (0.0, 0.0))
+    assert [steady_tokens(*rows, 0.5) for rows in zip(trainer, moved, strict=True)] == [(True, False, False), (True, True)]
+    # -2 may be 0.75 + 0.25 off, and is; -3, which a pass lost, may be anywhere, but not at nan.
+    assert strays(trainer[0], [-1.75, -3.0, -30.0], moved[0], Band(0.25)) == []
+    assert strays(trainer[0], [-1.76, -3.01, -30.0], moved[0], Band(0.25)) == pytest.approx([0.76, 1.01])
+    assert len(strays(trainer[0], [-1.0, -2.0, nan], moved[0], Band(0.25))) == 1
 
 
 def test_a_difference_is_a_faults_when_it_has_its_direction_and_its_size():
