@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 # No fault: every pass sends some tokens to an expert whose logit is almost that of a chosen one (model/faults.py).
 NEAR_TIES = "near-ties"
+# A few passes see a few of the ways in which near-ties of many layers fall together: they may move a token so many times as far.
+REACH = 4.0
 
 # Fault -> piece that has it, what it is. {window} is the right one, {wider} and {narrower} its neighbours, {T} rollout.temperature.
 FAULT_WORDS = {
@@ -193,8 +195,8 @@ def steady_tokens(trainer: Sequence[float], moved: Sequence[float], limit: float
 
 
 def strays(trainer: Sequence[float], engine: Sequence[float], moved: Sequence[float], band: Band) -> list[float]:
-    """Of one sequence: gaps that are larger than what is allowed and what near-ties move together. nan is."""
-    gaps = [(abs(a - b), band.largest + move) for a, b, move in zip(trainer, engine, moved, strict=True)]
+    """Of one sequence: gaps that are larger than what is allowed and what near-ties may move together. nan is."""
+    gaps = [(abs(a - b), band.largest + REACH * move) for a, b, move in zip(trainer, engine, moved, strict=True)]
     return [gap for gap, limit in gaps if not gap <= limit]
 
 

@@ -372,9 +372,9 @@ def test_near_ties_by_hand():
     moved = farthest(trainer, passes)
     assert moved == ((0.5, 0.75, inf), (0.25, inf)) and farthest(trainer, []) == ((0.0, 0.0, 0.0), (0.0, 0.0))
     assert [steady_tokens(*rows, 0.5) for rows in zip(trainer, moved, strict=True)] == [(True, False, False), (True, True)]
-    # -2 may be 0.75 + 0.25 off, and is; -3, which a pass lost, may be anywhere, but not at nan.
-    assert strays(trainer[0], [-1.75, -3.0, -30.0], moved[0], Band(0.25)) == []
-    assert strays(trainer[0], [-1.76, -3.01, -30.0], moved[0], Band(0.25)) == pytest.approx([0.76, 1.01])
+    # -1 may be 4 x 0.5 + 0.25 off, -2 4 x 0.75 + 0.25; -3, which a pass lost, may be anywhere, but not at nan.
+    assert strays(trainer[0], [-3.25, -5.25, -30.0], moved[0], Band(0.25)) == []
+    assert strays(trainer[0], [-3.26, -5.26, -30.0], moved[0], Band(0.25)) == pytest.approx([2.26, 3.26])
     assert len(strays(trainer[0], [-1.0, -2.0, nan], moved[0], Band(0.25))) == 1
 
 
