@@ -586,6 +586,10 @@ def main(
             if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
                 raise ConfigError(f"--seeds {seeds!r} should be whole numbers with commas, such as 0,1.")
             problems = run_all(plan, chosen(only), [int(seed) for seed in seeds.split(",")])
+            for problem in problems:  # before anything is drawn, which may fail for want of runs
+                print(problem, file=sys.stderr)
+            if problems and not kept_runs(plan.out):
+                raise typer.Exit(1)
         for figure in draw(out, page):
             print(figure)
         for kept in kept_runs(out).get(LONG, ()):
@@ -593,8 +597,6 @@ def main(
     except GptossError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
-    for problem in problems:
-        print(problem, file=sys.stderr)
     if problems:
         raise typer.Exit(1)
 

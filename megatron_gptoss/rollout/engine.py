@@ -312,8 +312,8 @@ class _Laps:
 
 
 def keep_out_of_garbage_collections() -> None:
-    """What there is by now stays to the end: vLLM, Ray and torch are so many objects that a full collection stops the engine for 0.3 s. It
-    came at every third step of a run on an H200 whose rollouts took 0.7 s otherwise."""
+    """What there is by now stays to the end: vLLM, Ray and torch are so many objects that a full collection stops this process for 0.3 s
+    (measured on a CPU). A run on an H200 had such silences in every third step, whose rollouts took 0.7 s otherwise."""
     gc.collect()
     gc.freeze()
 

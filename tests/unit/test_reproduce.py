@@ -511,3 +511,11 @@ def test_the_kept_runs_make_the_figures_and_tables_of_the_page(tmp_path):
         assert [ax.get_title() for ax in drawn.axes] == [panel.title for panel in reproduce.PANELS]
         assert all(drawn.axes[number].lines for number in (0, 2, 3)), "reward, gradient norm and entropy are measured in every run"
         assert [t.get_text() for t in drawn.legends[0].get_texts()] == [reproduce.SETTINGS[n].words for n in shown]
+
+
+def test_when_nothing_could_be_made_the_reason_is_said_and_not_that_there_is_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "run_all", lambda *_: ["warm-moe ended with 2, and no run can begin from it: no GPU"])
+    with pytest.raises(typer.Exit) as ended:
+        reproduce.main(SMALL, only="a", seeds="0", out=tmp_path / "out", page=tmp_path / "page.md", runs=tmp_path / "runs")
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err == "warm-moe ended with 2, and no run can begin from it: no GPU\n"
