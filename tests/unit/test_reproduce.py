@@ -209,17 +209,20 @@ def names(seen):
     return [f"{a.split('=')[1]}" for call in seen for a in call if a.startswith("--run.name=")]
 
 
-def test_seed_after_seed_from_one_warm_start_and_never_twice(tmp_path, calls):
+def test_seed_after_seed_each_from_a_warm_start_of_its_own_and_never_twice(tmp_path, calls):
     seen, _ = calls
     of = plan(tmp_path)
     assert reproduce.run_all(of, ["all-on", "none"], [0, 1]) == []
-    assert names(seen) == ["warm-moe", "all-on", "none", "all-on", "none"]
-    assert [a for a in seen[1] if "warm-moe-0" in a] and seen[1][0] == "train" and "--run.seed=0" in seen[1] and "--run.seed=1" in seen[3]
+    assert sorted(names(seen)[:2]) == ["warm-moe", "warm-moe"] and names(seen)[2:] == ["all-on", "none", "all-on", "none"]
+    assert [call[0] for call in seen] == ["sft", "sft", "train", "train", "train", "train"]
+    for call, seed in zip(seen, (0, 1, 0, 0, 1, 1), strict=True):
+        assert f"--run.seed={seed}" in call and f"--run.id={seed}" in call
+        assert call[0] == "sft" or [a for a in call if f"warm-moe-{seed}" in a]
     assert reproduce.run_all(plan(tmp_path), ["all-on", "none"], [0, 1]) == []
-    assert len(seen) == 5
+    assert len(seen) == 6
     # Other flags: another run, beside the directory of the last one.
     assert reproduce.run_all(plan(tmp_path, flags=["--rl.lr=1e-5"]), ["none"], [0]) == []
-    assert names(seen)[5:] == ["none"]
+    assert names(seen)[6:] == ["none"]
     assert (of.runs / "none-0.unfinished-1").is_dir()
 
 
@@ -230,7 +233,7 @@ def test_what_fails_is_said_and_the_rest_goes_on(tmp_path, calls, monkeypatch):
     problems = reproduce.run_all(plan(tmp_path, jobs=2), ["all-on", "none", "dense"], [0])
     assert sorted(names(seen)) == ["all-on", "none", "warm-dense", "warm-moe"]
     assert [("none, seed 0: ended with 1" in p, "last words" in p) for p in problems if "warm" not in p.split()[0]] == [(True, True)]
-    assert any(p.startswith("warm-dense ended with 1, and no run can begin from it") for p in problems)
+    assert any(p.startswith("warm-dense, seed 0, ended with 1, and no run can begin from it") for p in problems)
     assert list(reproduce.kept_runs(tmp_path / "out")) == ["all-on"]
 
 
@@ -438,14 +441,25 @@ def test_the_bars_stand_below_the_table_and_are_printed(tmp_path, capsys):
 )
 def test_runs_that_differ_in_more_than_the_question_are_said(tmp_path, changed, words):
     sinks = {"made_from": ["x.toml", *reproduce.SETTINGS["sinks-ignored"].flags]} | changed
-    dense = {"made_from": ["x.toml", "--model.num_local_experts=2"], "warm": "of its own"}
+    dense = {"made_from": ["x.toml", "--model.num_local_experts=2", *reproduce.DENSE_RATES], "warm": "of its own"}
     keep(tmp_path / "out", "all-on")
     keep(tmp_path / "out", "dense", **dense)
     keep(tmp_path / "out", "sinks-ignored", **sinks)
     reproduce.draw(tmp_path / "out", tmp_path / "page.md")
     blocks = (tmp_path / "page.md").read_text().split("## ")[1:]
     assert [words_ for words_ in ("Made with other values", "Begun from different warm starts") if words_ in blocks[0]] == words
-    assert "**" not in blocks[1], "a dense model has a warm start and sizes of its own"
+    assert "**" not in blocks[1], "a dense model has a warm start, sizes and learning rates of its own"
+
+
+def test_each_seed_has_a_warm_start_of_its_own_and_all_its_runs_the_same(tmp_path):
+    for seed, warm in ((0, "a"), (1, "b")):
+        for name in ("all-on", "sinks-untrained"):
+            keep(tmp_path / "out", name, seed=seed, warm=warm)
+    reproduce.draw(tmp_path / "out", tmp_path / "page.md")
+    assert "**" not in (tmp_path / "page.md").read_text()
+    keep(tmp_path / "out", "sinks-untrained", seed=1, warm="a")
+    reproduce.draw(tmp_path / "out", tmp_path / "page.md")
+    assert "warm starts of a seed:** all-on-0, sinks-untrained-0; all-on-1; sinks-untrained-1." in (tmp_path / "page.md").read_text()
 
 
 def test_the_timeline_of_a_traced_long_run_is_kept_and_drawn_again(tmp_path, calls, monkeypatch):
@@ -514,8 +528,8 @@ def test_the_kept_runs_make_the_figures_and_tables_of_the_page(tmp_path):
 
 
 def test_when_nothing_could_be_made_the_reason_is_said_and_not_that_there_is_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(reproduce, "run_all", lambda *_: ["warm-moe ended with 2, and no run can begin from it: no GPU"])
+    monkeypatch.setattr(reproduce, "run_all", lambda *_: ["warm-moe, seed 0, ended with 2, and no run can begin from it: no GPU"])
     with pytest.raises(typer.Exit) as ended:
         reproduce.main(SMALL, only="a", seeds="0", out=tmp_path / "out", page=tmp_path / "page.md", runs=tmp_path / "runs")
     assert ended.value.exit_code == 1
-    assert capsys.readouterr().err == "warm-moe ended with 2, and no run can begin from it: no GPU\n"
+    assert capsys.readouterr().err == "warm-moe, seed 0, ended with 2, and no run can begin from it: no GPU\n"
