@@ -31,8 +31,8 @@ class Parameters:
 class MemoryPart:
     name: str
     num_bytes: int
-    # When it is there: "always"; in a "pass", forward and backward, all through, in its worst "layer" or at its "head"; in the optimizer's
-    # "step"; while the "reference" is scored; while the model is "build"; when weights are "publish"ed
+    # When it is there: "always"; whenever the rank is at "work"; in a "pass", forward and backward, all through, in its worst "layer" or at
+    # its "head"; in the optimizer's "step"; while the "reference" is scored; while the model is "build"; when weights are "publish"ed
     phase: str = "always"
 
 

@@ -1,8 +1,8 @@
 """What does one trainer rank hold, part by part, and how much at its worst moment?
 
 In: `Config`. Out: `RankMemory` for each pipeline stage. Pure arithmetic over the shapes that the code keeps; docs/memory.md explains every
-part with worked numbers. Some parts are there all the time (PHASE "always"), the others in one phase only, so the peak is the first sum and
-the largest of the others. What PyTorch's allocator does not see (CUDA's own memory, NCCL, gaps between blocks) is an allowance, kept apart.
+part with worked numbers. Some parts are there all the time (PHASE "always"; gradients whenever the rank is at "work", for beside an engine
+that works on its GPU it gives them back), the others in one phase only, so the peak is the first sum and the largest of the others. What PyTorch's allocator does not see (CUDA's own memory, NCCL, gaps between blocks) is an allowance, kept apart.
 
 Legend: t tokens of a microbatch on this rank in attention, n the same in norms and residuals (divided over tensor ranks too), R rows
 that this rank's experts compute, C hidden size, I expert width, q and kv channels of this rank's query and kv heads, V its part of the
@@ -20,6 +20,7 @@ from megatron_gptoss.config.memory import BYTES, OPTIMIZER_CHUNK, MemoryPart, bu
 from megatron_gptoss.config.schema import Config
 
 GIB = 2**30
+ALL_THE_TIME = ("always", "work")  # that a rank works
 
 # Allowances: what a CUDA process takes before it has a tensor (context, libraries, compiled kernels), what NCCL takes for each group of
 # more than one rank, and the part of what comes and goes that lies in gaps of the allocator. Set by one step of the 20B on two H200s,
@@ -51,7 +52,7 @@ class RankMemory:
 
     @property
     def _worst_of_tensors(self) -> str:
-        return max({part.phase for part in self.parts} - {"always", "pass"}, key=lambda phase: (self._beside(phase), phase))
+        return max({part.phase for part in self.parts} - {*ALL_THE_TIME, "pass"}, key=lambda phase: (self._beside(phase), phase))
 
     def _beside(self, phase: str) -> int:
         """What a phase adds to what is always there. Kept activations are there in both phases of a pass, "layer" and "head"."""
@@ -60,7 +61,7 @@ class RankMemory:
     @property
     def allocated(self) -> int:
         """The largest sum of tensors at any moment: what torch.cuda.max_memory_allocated() will say."""
-        return self.sum("always") + self._beside(self._worst_of_tensors)
+        return self.sum(*ALL_THE_TIME) + self._beside(self._worst_of_tensors)
 
     @property
     def reserved(self) -> int:
@@ -84,11 +85,16 @@ class RankMemory:
             return 0
         return self.sum("always", "publish") + sum(part.num_bytes for part in self.overhead if part.phase != "asleep")
 
+    @property
+    def while_both_start(self) -> int:
+        """The rank is built, gradients and all, beside an engine that has its share already."""
+        return self.sum(*ALL_THE_TIME, "build") + sum(part.num_bytes for part in self.overhead if part.phase != "asleep")
+
     def at_the_peak(self) -> list[MemoryPart]:
         """The tensors that are there at the worst moment, in their order."""
         worst = self.worst_phase
-        phases = {"layer": ("always", "layer", "pass"), "head": ("always", "head", "pass"), "engine": ("always", "publish")}
-        return [part for part in self.parts if part.phase in phases.get(worst, ("always", worst)) and part.num_bytes]
+        phases = {"layer": (*ALL_THE_TIME, "layer", "pass"), "head": (*ALL_THE_TIME, "head", "pass"), "engine": ("always", "publish")}
+        return [part for part in self.parts if part.phase in phases.get(worst, (*ALL_THE_TIME, worst)) and part.num_bytes]
 
     def beside_them(self) -> list[MemoryPart]:
         """What else is there at the worst moment."""
@@ -162,10 +168,10 @@ def _state_bytes(config: Config) -> int:
 
 
 def _trained(config: Config, held: Held, whose: str = "") -> tuple[MemoryPart, MemoryPart, MemoryPart]:
-    """What one trained model holds all the time."""
+    """What one trained model holds all the time, and at work."""
     return (
         MemoryPart(f"{whose}weights", held.all * BYTES[config.trainer.dtype]),
-        MemoryPart(f"{whose}gradients", held.all * 4),  # summed and reduced in float32
+        MemoryPart(f"{whose}gradients", held.all * 4, "work"),  # summed and reduced in float32
         MemoryPart(f"{whose}optimizer", round(held.updated * _state_bytes(config) * (1 - config.trainer.optimizer_offload))),
     )
 
@@ -360,7 +366,7 @@ def _overhead(config: Config, memory: RankMemory) -> Iterable[MemoryPart]:
     yield MemoryPart("CUDA and its libraries", CUDA_BYTES)
     if groups:
         yield MemoryPart(f"NCCL, {groups} groups", groups * NCCL_BYTES_PER_GROUP)
-    yield MemoryPart(GAPS_NAME, round(GAPS * (memory.allocated - memory.sum("always"))), "asleep")
+    yield MemoryPart(GAPS_NAME, round(GAPS * (memory.allocated - memory.sum(*ALL_THE_TIME))), "asleep")
     if config.cluster.share_gpus:
         yield MemoryPart("the engine, asleep", ASLEEP_BYTES, "asleep")
         yield MemoryPart("the engine's share", round(config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib * GIB), "awake")

@@ -319,9 +319,11 @@ class Session:
 
     def start(self) -> None:
         """Trainer and engines come up side by side, or on shared GPUs one after the other: an engine finds out how much memory it has, and
-        must be alone meanwhile, unless it is told (rollout.gpu_kv_cache_gib). On resume the trainer's state is restored and the run's
-        records go on from there."""
-        alone = self.plan.shares_gpus and not self.config.rollout.gpu_kv_cache_gib
+        must be alone meanwhile, unless it is told (rollout.gpu_kv_cache_gib); and there must be room for both as they start. On resume the
+        trainer's state is restored and the run's records go on from there."""
+        c = self.config
+        both_fit = max(rank.while_both_start for rank in trainer_memory(c)) <= c.cluster.gpu_memory_gib * 2**30
+        alone = self.plan.shares_gpus and not (c.rollout.gpu_kv_cache_gib and both_fit)
         if alone and self._pool is not None:
             self.run(self.pool.start())
             self.rest_engines()

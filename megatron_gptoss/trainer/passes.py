@@ -221,7 +221,13 @@ class TrainedModel:
 
     # -- step ----------------------------------------------------------------------------------------------------------------------------
 
+    def give_gradients_back(self) -> None:
+        """Their memory, until the next update. They are of no use between updates."""
+        on_gpu = self.device.type == "cuda"
+        self.model.offload_grad_buffers(synchronize=on_gpu, empty_cache=on_gpu)
+
     def _no_gradients(self) -> None:
+        self.model.restore_grad_buffers(synchronize=False)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 

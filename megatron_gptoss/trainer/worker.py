@@ -266,9 +266,12 @@ class TrainerWorker:
         return self.sender.lend(dtype, bucket_bytes)
 
     def free_cache(self) -> None:
-        """Give the GPU back what this rank only keeps for later."""
+        """Give the GPU back what this rank only keeps for later: gradients' buffers, and what PyTorch has cached."""
         import torch
 
+        self.trainer.give_gradients_back()
+        if self.critic is not None:
+            self.critic.give_gradients_back()
         if self.settings.use_gpu:
             torch.cuda.empty_cache()
 

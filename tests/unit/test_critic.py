@@ -137,6 +137,16 @@ def test_it_learns_what_it_is_taught_and_leaves_the_policy_alone(one_rank):
     assert policy.fingerprint() == before
 
 
+def test_its_gradients_take_no_memory_between_updates(one_rank):
+    lean, plain = critic(one_rank), critic(one_rank)
+    for step in range(2):
+        lean.give_gradients_back()
+        assert not any(buffer.grad_data.untyped_storage().nbytes() for buffer in (*lean.model.buffers, *lean.model.expert_parallel_buffers))
+        batch = [packed(valued(samples(4, seed=9), seed=10 + step))]
+        assert lean.update(batch, PLAIN) == plain.update(batch, PLAIN)
+        assert lean.fingerprint() == plain.fingerprint()
+
+
 def test_in_bfloat16_the_optimizers_originals_are_the_weights_it_began_from(one_rank):
     c = critic(one_rank, head_seed=None, dtype="bfloat16", lr=1e-3)
     before = {name: p.detach().clone() for name, p in c.module.named_parameters()}

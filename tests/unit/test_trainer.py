@@ -76,6 +76,39 @@ def test_on_policy_the_ratio_is_exactly_one_even_if_the_forward_pass_wavers(one_
     assert t.update(batch, how(), old).ratio_max_abs_dev > 1e-5
 
 
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])  # PyTorch's optimizer, and ours, which reads gradients where they lie
+def test_between_updates_gradients_take_no_memory_and_nothing_else_differs(one_rank, tmp_path, states):
+    from megatron_gptoss.checkpoint.progress import Progress
+    from megatron_gptoss.checkpoint.training_state import load_training_state, save_training_state
+
+    def held(t):
+        return [buffer.grad_data.untyped_storage().nbytes() for buffer in (*t.model.buffers, *t.model.expert_parallel_buffers)]
+
+    lean, plain = trainer(one_rank, optimizer_states=states), trainer(one_rank, optimizer_states=states)
+    whole = held(lean)
+    assert sum(whole) >= 4 * sum(p.numel() for p in lean.module.parameters())  # padded
+    for step in range(3):
+        lean.give_gradients_back()
+        lean.give_gradients_back()  # each engine that is restarted asks for it
+        assert held(lean) == [0] * len(whole)
+        batch = packed(samples(6, seed=30 + step))
+        scored = [t.score(batch[0])[0].logp_N.tolist() for t in (lean, plain)]
+        assert scored[0] == scored[1] and held(lean) == [0] * len(whole), "scoring needs none"
+        stats = [t.update(batch, how()) for t in (lean, plain)]
+        assert (stats[0].loss, stats[0].grad_norm) == (stats[1].loss, stats[1].grad_norm) and stats[0].grad_norm > 0
+        assert held(lean) == whole
+        assert all(torch.equal(p, weights(plain)[name]) for name, p in weights(lean).items())
+    lean.give_gradients_back()
+    save_training_state(tmp_path / "state", model=lean.model, optimizer=lean.optimizer, schedule=lean.schedule, config=MILD, progress=Progress(3, 3, 7))
+    again = trainer(one_rank, optimizer_states=states)
+    again.give_gradients_back()
+    load_training_state(tmp_path / "state", model=again.model, optimizer=again.optimizer, schedule=again.schedule)
+    batch = packed(samples(6, seed=40))
+    for t in (again, plain):
+        t.update(batch, how())
+    assert all(torch.equal(p, weights(plain)[name]) for name, p in weights(again).items())
+
+
 def test_off_policy_the_first_update_has_ratio_one_and_the_second_has_not(one_rank):
     t = trainer(one_rank)
     policy = PPO.model_copy(update={"minibatches": 2, "epochs": 2})
