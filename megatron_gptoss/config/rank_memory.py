@@ -2,7 +2,8 @@
 
 In: `Config`. Out: `RankMemory` for each pipeline stage. Pure arithmetic over the shapes that the code keeps; docs/memory.md explains every
 part with worked numbers. Some parts are there all the time (PHASE "always"; gradients whenever the rank is at "work", for beside an engine
-that works on its GPU it gives them back), the others in one phase only, so the peak is the first sum and the largest of the others. What PyTorch's allocator does not see (CUDA's own memory, NCCL, gaps between blocks) is an allowance, kept apart.
+that works on its GPU it gives them back), the others in one phase only, so the peak is the first sum and the largest of the others. What
+PyTorch's allocator does not see (CUDA's own memory, NCCL, gaps between blocks) is an allowance, kept apart.
 
 Legend: t tokens of a microbatch on this rank in attention, n the same in norms and residuals (divided over tensor ranks too), R rows
 that this rank's experts compute, C hidden size, I expert width, q and kv channels of this rank's query and kv heads, V its part of the

@@ -76,15 +76,16 @@ def test_on_policy_the_ratio_is_exactly_one_even_if_the_forward_pass_wavers(one_
     assert t.update(batch, how(), old).ratio_max_abs_dev > 1e-5
 
 
-@pytest.mark.parametrize("states", ["float32", "bfloat16"])  # PyTorch's optimizer, and ours, which reads gradients where they lie
-def test_between_updates_gradients_take_no_memory_and_nothing_else_differs(one_rank, tmp_path, states):
+# PyTorch's optimizer, and ours, which reads gradients where they lie.
+@pytest.mark.parametrize("how_optimized", [{}, {"optimizer_states": "bfloat16"}, {"optimizer_offload": 0.5}], ids=str)
+def test_between_updates_gradients_take_no_memory_and_nothing_else_differs(one_rank, tmp_path, how_optimized):
     from megatron_gptoss.checkpoint.progress import Progress
     from megatron_gptoss.checkpoint.training_state import load_training_state, save_training_state
 
     def held(t):
         return [buffer.grad_data.untyped_storage().nbytes() for buffer in (*t.model.buffers, *t.model.expert_parallel_buffers)]
 
-    lean, plain = trainer(one_rank, optimizer_states=states), trainer(one_rank, optimizer_states=states)
+    lean, plain = trainer(one_rank, **how_optimized), trainer(one_rank, **how_optimized)
     whole = held(lean)
     assert sum(whole) >= 4 * sum(p.numel() for p in lean.module.parameters())  # padded
     for step in range(3):
@@ -99,8 +100,9 @@ def test_between_updates_gradients_take_no_memory_and_nothing_else_differs(one_r
         assert held(lean) == whole
         assert all(torch.equal(p, weights(plain)[name]) for name, p in weights(lean).items())
     lean.give_gradients_back()
-    save_training_state(tmp_path / "state", model=lean.model, optimizer=lean.optimizer, schedule=lean.schedule, config=MILD, progress=Progress(3, 3, 7))
-    again = trainer(one_rank, optimizer_states=states)
+    parts = {"model": lean.model, "optimizer": lean.optimizer, "schedule": lean.schedule}
+    save_training_state(tmp_path / "state", **parts, config=MILD, progress=Progress(3, 3, 7))
+    again = trainer(one_rank, **how_optimized)
     again.give_gradients_back()
     load_training_state(tmp_path / "state", model=again.model, optimizer=again.optimizer, schedule=again.schedule)
     batch = packed(samples(6, seed=40))
