@@ -37,6 +37,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,7 +174,7 @@ def main(
             raise ConfigError(f"--skip {skip} leaves nothing of --steps {steps} to count. Use --skip {steps - 1} or less.")
         words = [*configs, *step_flags(length, sequences, group, steps), *(f"--{flag.key}={flag.text}" for flag in flags)]
         config = load(*parse_flags(words)).config
-        run_id = config.run.id or f"{length}x{sequences}"
+        run_id = config.run.id or f"{datetime.now():%Y%m%d-%H%M%S}"
         command = [sys.executable, "-m", "megatron_gptoss.cli", "train", *words, f"--run.dir={runs.resolve()}", f"--run.id={run_id}"]
         ended = subprocess.run(command, check=False).returncode
         if ended:

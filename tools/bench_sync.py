@@ -72,6 +72,13 @@ class BareRank(TrainerWorker):
     def _first_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._tensors("A")
 
+    def free_cache(self) -> None:
+        """There are no gradients to give back."""
+        import torch
+
+        if self.settings.use_gpu:
+            torch.cuda.empty_cache()
+
     def load_policy(self, which: str) -> None:
         self.trainer.load_hf(self._tensors(which))
 

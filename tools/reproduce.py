@@ -207,7 +207,11 @@ class Plan:
     def layer(self, name: str) -> list[str]:
         setting = SETTINGS[name]
         short = () if setting.own_steps else ("--run.eval_every=0",)  # held-out success of the long run is a curve, of the others its ends
-        return [*COMMON, *short, *self.flags, *(dense_flags(self.configs, self.flags) if setting.warm == "dense" else ()), *setting.flags]
+        return [*COMMON, *short, *self.flags_of(setting.warm), *setting.flags]
+
+    def flags_of(self, kind: str) -> list[str]:
+        """The call's, of one kind of model; what the call says of rates goes before what a dense model wants."""
+        return [*DENSE_RATES, *self.flags, *dense_flags(self.configs, self.flags)] if kind == "dense" else self.flags
 
     def made_from(self, name: str) -> list[str]:
         return [*map(values_of, self.configs), *self.layer(name)]
@@ -231,7 +235,7 @@ def dense_flags(configs: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Two experts that every token visits, together as wide as all: as many parameters, and nothing to choose. Megatron refuses one."""
     model = config_of(configs, flags).model
     half = model.num_local_experts * model.intermediate_size // 2
-    return ["--model.num_local_experts=2", "--model.num_experts_per_tok=2", f"--model.intermediate_size={half}", *DENSE_RATES]
+    return ["--model.num_local_experts=2", "--model.num_experts_per_tok=2", f"--model.intermediate_size={half}"]
 
 
 def gptoss(plan: Plan, arguments: Sequence[str], log: Path, slot: int) -> int | None:
@@ -267,8 +271,7 @@ def make_warm_start(plan: Plan, kind: str, seed: int) -> str:
     run, log = plan.runs / f"{name}-{seed}", plan.runs / "logs" / f"{name}-{seed}.log"
     if not list(run.glob("checkpoints/step-*/COMPLETE")):
         put_aside(run)
-        extra = dense_flags(plan.configs, plan.flags) if kind == "dense" else []
-        arguments = ["sft", *plan.configs, *plan.flags, *extra, f"--run.dir={plan.runs}", f"--run.name={name}", f"--run.id={seed}",
+        arguments = ["sft", *plan.configs, *plan.flags_of(kind), f"--run.dir={plan.runs}", f"--run.name={name}", f"--run.id={seed}",
                      f"--run.seed={seed}"]  # fmt: skip
         slot = plan.slots.get()
         try:
@@ -355,7 +358,14 @@ def is_done(plan: Plan, name: str, seed: int) -> bool:
     if not file.exists():
         return False
     kept = read_kept(file)
-    return kept.ended == FINISHED and kept.steps == plan.steps_of(SETTINGS[name]) and kept.made_from == plan.made_from(name)
+    same = kept.steps == plan.steps_of(SETTINGS[name]) and kept.made_from == plan.made_from(name)
+    return kept.ended == FINISHED and same and not from_anothers_warm_start(plan.out, kept)
+
+
+def from_anothers_warm_start(folder: Path, kept: Kept) -> bool:
+    """As runs of a higher seed did before each seed had one of its own."""
+    alike = (other for of in kept_runs(folder).values() for other in of if SETTINGS[other.setting].warm == SETTINGS[kept.setting].warm)
+    return any(other.warm == kept.warm and other.seed < kept.seed for other in alike)
 
 
 def run_all(plan: Plan, names: Sequence[str], seeds: Sequence[int]) -> list[str]:
@@ -467,8 +477,10 @@ def unlike(shown: Mapping[str, Sequence[Kept]]) -> list[str]:
     warm: dict[tuple[str, int, str], list[str]] = {}
     for kept in (kept for of in shown.values() for kept in of):
         setting = SETTINGS[kept.setting]
-        own = {*setting.flags, *(DENSE_RATES if setting.warm == "dense" else ())}
-        common = [word for word in kept.made_from if word not in own and not word.startswith("--model.")]
+        common = [word for word in kept.made_from if word not in setting.flags and not word.startswith("--model.")]
+        for rate in DENSE_RATES if setting.warm == "dense" else ():
+            if rate in common:
+                common.remove(rate)  # the first is the tool's own; the call may say the same to all
         made.setdefault((str(kept.steps), *common), []).append(kept.name)
         warm.setdefault((setting.warm, kept.seed, kept.warm), []).append(kept.name)
     lines = []

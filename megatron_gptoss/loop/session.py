@@ -322,7 +322,7 @@ class Session:
         must be alone meanwhile, unless it is told (rollout.gpu_kv_cache_gib); and there must be room for both as they start. On resume the
         trainer's state is restored and the run's records go on from there."""
         c = self.config
-        both_fit = max(rank.while_both_start for rank in trainer_memory(c)) <= c.cluster.gpu_memory_gib * 2**30
+        both_fit = max(rank.while_both_start for rank in trainer_memory(c)) <= 0.95 * c.cluster.gpu_memory_gib * 2**30  # a guess
         alone = self.plan.shares_gpus and not (c.rollout.gpu_kv_cache_gib and both_fit)
         if alone and self._pool is not None:
             self.run(self.pool.start())

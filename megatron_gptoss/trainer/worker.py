@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_gptoss.trainer.critic import Critic
     from megatron_gptoss.trainer.how import TokenScores, Update
     from megatron_gptoss.trainer.passes import Minibatch
+    from megatron_gptoss.trainer.step import Trainer
     from megatron_gptoss.types import CriticStats, StepStats
 
 
@@ -83,6 +84,8 @@ class TrainerWorker:
 
     def __init__(self, settings: TrainerSettings, rank: int) -> None:
         self.settings, self.rank = settings, rank
+        self.trainer: Trainer  # from `start` on
+        self.critic: Critic | None = None
         self.saving: Saving  # the checkpoint last begun
         self.planner: Planner | None = None
         self._sender: Sender | None = None
@@ -167,7 +170,9 @@ class TrainerWorker:
         from megatron_gptoss.model.random_init import random_hf_tensors
 
         s = self.settings
-        return read_hf_tensors(Path(s.first_weights.path)) if s.first_weights.kind == "hf" else random_hf_tensors(s.model, s.seed)
+        if s.first_weights.kind == "hf":
+            return read_hf_tensors(Path(s.first_weights.path))
+        return random_hf_tensors(s.model, s.seed, "cuda" if s.use_gpu else "cpu")
 
     def resume(self, path: str) -> Progress:
         """Weights, moments, schedule and random states of a training checkpoint."""
@@ -266,12 +271,13 @@ class TrainerWorker:
         return self.sender.lend(dtype, bucket_bytes)
 
     def free_cache(self) -> None:
-        """Give the GPU back what this rank only keeps for later: gradients' buffers, and what PyTorch has cached."""
+        """Give the GPU back what this rank only keeps for later: gradients' buffers, and what PyTorch has cached. An engine may ask for
+        room before there is a trainer: one that starts first, and does not come up at once."""
         import torch
 
-        self.trainer.give_gradients_back()
-        if self.critic is not None:
-            self.critic.give_gradients_back()
+        for passes in (getattr(self, "trainer", None), self.critic):
+            if passes is not None:
+                passes.give_gradients_back()
         if self.settings.use_gpu:
             torch.cuda.empty_cache()
 

@@ -198,7 +198,7 @@ def calls(monkeypatch):
         if arguments[0] == "sft":
             (run / "checkpoints" / "step-000001").mkdir(parents=True)
             (run / "checkpoints" / "step-000001" / "COMPLETE").touch()
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(3)))
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(3, of_its_own=run.name)))
         return 0
 
     monkeypatch.setattr(reproduce, "gptoss", fake)
@@ -224,6 +224,31 @@ def test_seed_after_seed_each_from_a_warm_start_of_its_own_and_never_twice(tmp_p
     assert reproduce.run_all(plan(tmp_path, flags=["--rl.lr=1e-5"]), ["none"], [0]) == []
     assert names(seen)[6:] == ["none"]
     assert (of.runs / "none-0.unfinished-1").is_dir()
+
+
+def test_a_run_from_another_seeds_warm_start_is_made_again(tmp_path, calls):
+    of = plan(tmp_path)
+    made = of.made_from("none")
+    keep(tmp_path / "out", "all-on", warm="a", made_from=of.made_from("all-on"), steps=of.steps)
+    keep(tmp_path / "out", "none", warm="b", seed=1, made_from=made, steps=of.steps)
+    assert reproduce.is_done(of, "none", 1) and reproduce.is_done(of, "all-on", 0)
+    keep(tmp_path / "out", "none", warm="a", seed=1, made_from=made, steps=of.steps)
+    keep(tmp_path / "out", "dense", warm="a", seed=2, made_from=of.made_from("dense"), steps=of.steps)
+    assert not reproduce.is_done(of, "none", 1) and reproduce.is_done(of, "all-on", 0)
+    assert reproduce.is_done(of, "dense", 2), "another kind of model"
+
+
+def test_what_the_call_says_of_rates_wins_over_the_dense_models_own(tmp_path):
+    of = plan(tmp_path, flags=["--rl.lr=1e-6", "--sft.steps=20"])
+    config = load(*parse_flags([*SMALL, *of.layer("dense")])).config
+    assert (config.rl.lr, config.sft.steps, config.sft.lr, config.model.num_local_experts) == (1e-6, 20, 1.5e-4, 2)
+    assert load(*parse_flags([*SMALL, *plan(tmp_path).layer("dense")])).config.rl.lr == 2.5e-5
+
+
+def test_the_dense_warm_start_has_the_dense_rates(tmp_path, calls):
+    seen, _ = calls
+    assert reproduce.run_all(plan(tmp_path), ["dense"], [0]) == []
+    assert seen[0][0] == "sft" and {*reproduce.DENSE_RATES, "--model.num_experts_per_tok=2"} <= set(seen[0])
 
 
 def test_what_fails_is_said_and_the_rest_goes_on(tmp_path, calls, monkeypatch):

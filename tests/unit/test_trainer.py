@@ -3,6 +3,7 @@
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,20 @@ def test_between_updates_gradients_take_no_memory_and_nothing_else_differs(one_r
     for t in (again, plain):
         t.update(batch, how())
     assert all(torch.equal(p, weights(plain)[name]) for name, p in weights(again).items())
+
+
+def test_a_rank_that_has_not_started_has_nothing_to_give_back():
+    """An engine that starts first and dies in its start asks for room."""
+    from megatron_gptoss.trainer.worker import TrainerWorker
+
+    rank = object.__new__(TrainerWorker)  # the constructor takes this process's output
+    rank.settings, rank.critic = SimpleNamespace(use_gpu=False), None
+    rank.free_cache()
+    given = []
+    rank.trainer = SimpleNamespace(give_gradients_back=lambda: given.append("policy"))
+    rank.critic = SimpleNamespace(give_gradients_back=lambda: given.append("critic"))
+    rank.free_cache()
+    assert given == ["policy", "critic"]
 
 
 def test_off_policy_the_first_update_has_ratio_one_and_the_second_has_not(one_rank):
