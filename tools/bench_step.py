@@ -156,6 +156,16 @@ def table(parts: Sequence[Part]) -> Table:
     return made
 
 
+def train(words: Sequence[str]) -> int:
+    """`gptoss train` to its end; its exit code. Ctrl-C is its affair, which ends engines and trainer, and is waited for."""
+    with subprocess.Popen([sys.executable, "-m", "megatron_gptoss.cli", "train", *words]) as child:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+
+
 def main(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="CONFIG.toml | --SECTION.KEY=VALUE", show_default=False)] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 1024,
@@ -163,23 +173,23 @@ def main(
     group: Annotated[int, typer.Option(min=2, help="Sequences of one prompt.")] = 8,
     steps: Annotated[int, typer.Option(min=1)] = 3,
     skip: Annotated[int, typer.Option(min=0, help="First steps that are not counted: they compile.")] = 1,
-    runs: Annotated[Path, typer.Option(help="Where the run directory goes.")] = Path("runs"),
     keep: Annotated[Path | None, typer.Option("--json", help="File for the table.", show_default=False)] = None,
 ) -> None:
     try:
         configs, flags = parse_flags(arguments or [])
         if not configs:
             raise ConfigError("which configuration? Example: python tools/bench_step.py configs/20b.toml --length 4096 --sequences 256")
-        if skip >= steps:
-            raise ConfigError(f"--skip {skip} leaves nothing of --steps {steps} to count. Use --skip {steps - 1} or less.")
+        if keep and not keep.absolute().parent.is_dir():
+            raise ConfigError(f"--json {keep}: the folder {keep.absolute().parent} does not exist. Make it first.")
         words = [*configs, *step_flags(length, sequences, group, steps), *(f"--{flag.key}={flag.text}" for flag in flags)]
         config = load(*parse_flags(words)).config
-        run_id = config.run.id or f"{datetime.now():%Y%m%d-%H%M%S}"
-        command = [sys.executable, "-m", "megatron_gptoss.cli", "train", *words, f"--run.dir={runs.resolve()}", f"--run.id={run_id}"]
-        ended = subprocess.run(command, check=False).returncode
-        if ended:
+        run = config.run
+        if skip >= run.steps:
+            raise ConfigError(f"--skip {skip} leaves nothing of {run.steps} steps to count. Use --skip {run.steps - 1} or less.")
+        run_id = run.id or f"{datetime.now():%Y%m%d-%H%M%S}"
+        if ended := train([*words, f"--run.id={run_id}"]):
             raise typer.Exit(ended)
-        rows = [row for row in read_metrics(RunDir(runs / f"{config.run.name}-{run_id}").metrics_file) if row["step"] > skip]
+        rows = [row for row in read_metrics(RunDir(Path(run.dir) / f"{run.name}-{run_id}").metrics_file) if row["step"] > skip]
     except GptossError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

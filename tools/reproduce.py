@@ -210,7 +210,7 @@ class Plan:
         return [*COMMON, *short, *self.flags_of(setting.warm), *setting.flags]
 
     def flags_of(self, kind: str) -> list[str]:
-        """The call's, of one kind of model; what the call says of rates goes before what a dense model wants."""
+        """The call's, for one kind of model. Later flags win: the call's over the dense model's rates, its sizes over the call's."""
         return [*DENSE_RATES, *self.flags, *dense_flags(self.configs, self.flags)] if kind == "dense" else self.flags
 
     def made_from(self, name: str) -> list[str]:
@@ -534,9 +534,10 @@ def _cells(kept: Kept) -> list[str]:
     last = max((row["step"] for row in kept.rows), default=0)
     average = lambda values: sum(values) / len(values)  # noqa: E731
     without = sum(bool(row.get("train/skipped")) for row in kept.rows)
-    remarks = [*([kept.ended] if kept.ended != FINISHED else []), *([f"{without} without update"] if without else [])]
+    found = [*([kept.ended] if kept.ended != FINISHED else []), *([f"{without} without update"] if without else [])]
+    remarks = f" ({', '.join(found)})" if found else ""
     return [
-        f"{last}{f' ({", ".join(remarks)})' if remarks else ''}",
+        f"{last}{remarks}",
         show(success, lambda v: v[0], ".3f"),
         show(success[1:], lambda v: v[-1], ".3f"),
         show(of("reward/mean")[-10:], average, ".3f"),

@@ -108,6 +108,12 @@ def trainer_memory(config: Config) -> list[RankMemory]:
     return [_stage(config, stage) for stage in range(config.parallel.pipeline)]
 
 
+def fits_beside_a_starting_engine(config: Config) -> bool:
+    """Trainer and engine that share a GPU may come up at once. 5 % are left for what only a start takes: gaps, weights as they are read or
+    drawn, and an engine that counts what is free before it counts its own."""
+    return max(rank.while_both_start for rank in trainer_memory(config)) <= 0.95 * config.cluster.gpu_memory_gib * GIB
+
+
 def worst_rank(config: Config) -> RankMemory:
     """The stage that needs most."""
     return max(trainer_memory(config), key=lambda rank: rank.total)

@@ -25,7 +25,7 @@ from megatron_gptoss.config.hf_config import write_hf_config
 from megatron_gptoss.config.load import Loaded, load
 from megatron_gptoss.config.placement import Place, same_gpu
 from megatron_gptoss.config.plan import RunPlan
-from megatron_gptoss.config.rank_memory import trainer_memory
+from megatron_gptoss.config.rank_memory import fits_beside_a_starting_engine, trainer_memory
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import MachineError, RunFailed, StoppedEarly
@@ -321,9 +321,8 @@ class Session:
         """Trainer and engines come up side by side, or on shared GPUs one after the other: an engine finds out how much memory it has, and
         must be alone meanwhile, unless it is told (rollout.gpu_kv_cache_gib); and there must be room for both as they start. On resume the
         trainer's state is restored and the run's records go on from there."""
-        c = self.config
-        both_fit = max(rank.while_both_start for rank in trainer_memory(c)) <= 0.95 * c.cluster.gpu_memory_gib * 2**30  # a guess
-        alone = self.plan.shares_gpus and not (c.rollout.gpu_kv_cache_gib and both_fit)
+        at_once = self.config.rollout.gpu_kv_cache_gib and fits_beside_a_starting_engine(self.config)
+        alone = self.plan.shares_gpus and not at_once
         if alone and self._pool is not None:
             self.run(self.pool.start())
             self.rest_engines()

@@ -10,7 +10,7 @@ from tests.helpers.runs import ROOT
 def test_two_steps_of_random_weights_on_a_cpu(tmp_path):
     tool = [sys.executable, str(ROOT / "tools" / "bench_step.py"), str(ROOT / "configs" / "tiny.toml")]
     size = ["--length", "24", "--sequences", "8", "--group", "4", "--steps", "2"]
-    where = ["--runs", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    where = [f"--run.dir={tmp_path}", "--json", str(tmp_path / "found.json")]
     done = subprocess.run([*tool, *size, *where, "--rl.old_logp=scored"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())

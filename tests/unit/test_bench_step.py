@@ -88,10 +88,20 @@ def test_half_of_what_ends_is_worth_something_and_splits_never_meet(bench):
     assert [end.reward for end in ends] == [0.0, 1.0, 0.0, 1.0] and ends[0].stop_reason == "length"
 
 
-def test_nothing_to_count_and_no_configuration_are_said(bench, capsys):
-    for words, how in ((["configs/tiny.toml"], {"steps": 2, "skip": 2}), ([], {})):
-        with pytest.raises(bench.typer.Exit):
-            bench.main(words, **{"length": 8, "sequences": 8, "group": 4, "steps": 3, "skip": 1, "runs": Path("runs"), "keep": None} | how)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "ConfigError: --skip 2 leaves nothing of --steps 2 to count. Use --skip 1 or less."
-    assert second.startswith("ConfigError: which configuration?")
+@pytest.mark.parametrize(
+    ("words", "how", "message"),
+    [
+        ([], {}, "which configuration?"),
+        (["configs/tiny.toml"], {"steps": 2, "skip": 2}, "--skip 2 leaves nothing of 2 steps to count. Use --skip 1 or less."),
+        (["configs/tiny.toml", "--run.steps=1"], {}, "--skip 1 leaves nothing of 1 steps to count. Use --skip 0 or less."),
+        (["configs/tiny.toml"], {"keep": Path("nowhere/found.json")}, "--json nowhere/found.json: the folder "),
+        (["configs/tiny.toml", "--rollout.sizes=3"], {}, "unknown key 'rollout.sizes'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(bench, capsys, monkeypatch, words, how, message):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(bench, "train", lambda _: pytest.fail("it ran"))
+    with pytest.raises(bench.typer.Exit) as ended:
+        bench.main(words, **{"length": 8, "sequences": 8, "group": 4, "steps": 3, "skip": 1, "keep": None} | how)
+    said = capsys.readouterr().err
+    assert ended.value.exit_code and said.startswith(f"ConfigError: {message}") and said.count("\n") == 1

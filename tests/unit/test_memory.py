@@ -13,7 +13,14 @@ from megatron_gptoss.config.host_memory import checkpoint_per_node, host_bytes_p
 from megatron_gptoss.config.load import Loaded, load, parse_flags
 from megatron_gptoss.config.memory import checkpoint_bytes, count_parameters, engine_memory
 from megatron_gptoss.config.preflight import check_engine_memory, check_memory
-from megatron_gptoss.config.rank_memory import ASLEEP_BYTES, GIB, held_parameters, trainer_memory, worst_rank
+from megatron_gptoss.config.rank_memory import (
+    ASLEEP_BYTES,
+    GIB,
+    fits_beside_a_starting_engine,
+    held_parameters,
+    trainer_memory,
+    worst_rank,
+)
 from megatron_gptoss.config.rules import broken_rules
 from megatron_gptoss.config.schema import Config
 from megatron_gptoss.errors import ConfigError
@@ -207,6 +214,13 @@ def test_the_20b_on_two_gpus_that_trainer_and_engines_share():
     memory = worst_rank(plan.config)
     assert memory.worst_phase == "engine" and round(memory.total / GIB, 1) == 128.4
     assert memory.total + parts(plan.config)["gradients"] > 139.8 * GIB
+    # 128.4 and the gradients, less what is published: as they start, one has to come after the other. The small one's 35.2 fit at once.
+    assert round(memory.while_both_start / GIB, 1) == 168.7 and not fits_beside_a_starting_engine(plan.config)
+    small = loaded("small_h200").config
+    assert fits_beside_a_starting_engine(small) and small.cluster.share_gpus
+    # 95 % are 132.8; the trainer's part is 7.2, and the engine's share 124.4 or 125.8.
+    fits = [fits_beside_a_starting_engine(changed_config(small, {"rollout.gpu_memory_fraction": share})) for share in (0.89, 0.9)]
+    assert fits == [True, False]
 
 
 def test_buckets_that_are_sent_are_counted_where_there_are_any():
