@@ -8,6 +8,11 @@
     python tools/bench_sync.py configs/20b.toml --parallel.data=1 --parallel.expert=1 --rollout.num_engines=1 --trainer.attention=triton \\
         --cluster.share_gpus=true --rollout.gpu_memory_fraction=0.4
 
+What one of eight engines does in a step of 2,048 answers of 4,096 tokens, and how fast the whole model scores them on one GPU:
+
+    python tools/bench_sync.py configs/20b.toml --parallel.data=1 --parallel.expert=1 --rollout.num_engines=1 --trainer.attention=triton \\
+        --cluster.share_gpus=true --rollout.gpu_memory_fraction=0.6 --rl.router_replay=engine --only-time --answers 256 --tokens 4096
+
 In: TOML files and dotted flags as `gptoss train` takes them. Out: tables; exit code 1 when what must be equal is not.
 
 The session is that of a run, but for its ranks, which have no optimizer and no gradients, so that one GPU holds a 20B beside its engine,
@@ -22,6 +27,7 @@ and which draw their weights on their own device. Then:
    in bfloat16 sends many tokens to other experts in the one than in the other; with --rl.router_replay=engine the trainer follows the
    engine's experts, and what is left is arithmetic.
 4. Sentinels: every element of expert e of layer l becomes one number of its own, and the engine's parameters are read back.
+5. With `--answers N`: N answers of `--tokens` tokens by all engines together, then scored by the trainer as a step does, both timed.
 """
 
 from __future__ import annotations
@@ -138,7 +144,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Loaded]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of the model; default: all")
-    parser.add_argument("--tokens", type=int, default=300, help="new tokens a prompt when log-probs are compared")
+    parser.add_argument("--tokens", type=int, default=300, help="new tokens of an answer, where log-probs are compared and --answers are timed")
+    parser.add_argument("--answers", type=int, default=0, help="so many of them are sampled and scored, both timed")
     parser.add_argument("--folder", type=Path, help="for the run directory with its logs; default: a temporary one")
     parser.add_argument("--only-time", action="store_true", help="no comparison of log-probs and no sentinels")
     options, rest = parser.parse_known_args(arguments)
@@ -199,6 +206,8 @@ class Bench:
         if not self.options.only_time:
             self.compare_log_probs()
             self.read_sentinels()
+        if self.options.answers:
+            self.time_answers(self.options.answers)
         self.memory()
         for failure in self.failures:
             self.console.print(f"FAILED: {failure}")
@@ -319,6 +328,27 @@ class Bench:
         self.check(
             not wrong and seen > 0, f"{seen} tensors of single experts hold their sentinels" + "".join(f"\n  {w}" for w in wrong[:6])
         )
+
+    def time_answers(self, answers: int) -> None:
+        """Sampled by the engines, then scored by the trainer, twice: the first time it compiles."""
+        s = self.session
+        t0 = time.perf_counter()
+        samples = s.run(self._sample(self.options.tokens, answers))
+        t1 = time.perf_counter()
+        s.rest_engines()
+        self.gaps(samples)
+        t2 = time.perf_counter()
+        mean, _ = self.gaps(samples)
+        t3 = time.perf_counter()
+        sampled, scored = answers * self.options.tokens, sum(len(sample.token_ids) for sample in samples)
+        table = Table(title=f"{answers} answers of {self.options.tokens} tokens")
+        for column in ("part", "seconds", "tokens", "tokens/s", "of them a GPU"):
+            table.add_column(column, justify="left" if column == "part" else "right")
+        engine_gpus = s.plan.num_engines * s.plan.engine_tensor_parallel
+        for part, seconds, tokens, gpus in (("rollouts", t1 - t0, sampled, engine_gpus), ("scoring", t3 - t2, scored, s.plan.world_size)):
+            table.add_row(part, f"{seconds:.1f}", f"{tokens:,}", f"{tokens / seconds:,.0f}", f"{tokens / seconds / gpus:,.0f}")
+        self.console.print(table)
+        self.console.print(f"scoring took {t2 - t1:.1f} s the first time; trainer and engine differ by {mean:.2g} nats a token")
 
     def memory(self) -> None:
         s = self.session
