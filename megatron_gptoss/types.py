@@ -266,3 +266,4 @@ class PeakMemory:
     allocated: int  # tensors: torch.cuda.max_memory_allocated()
     reserved: int  # with the allocator's gaps: torch.cuda.max_memory_reserved()
     device: int  # in all, CUDA's own memory and other processes included: total - free of torch.cuda.mem_get_info()
+    reserved_now: int = 0  # torch.cuda.memory_reserved(), not at most but as it is asked

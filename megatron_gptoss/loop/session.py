@@ -490,7 +490,11 @@ class Session:
         peaks = {rank: peak for rank, peak in enumerate(self.world.peak_memory()) if peak is not None}
         rank = max(peaks, key=lambda r: peaks[r].allocated)
         stage = rank // (self.plan.world_size // self.plan.pipeline_parallel)
-        rows = predicted_and_measured(trainer_memory(self.config)[stage], peaks[rank])
+        resting = None
+        if self.plan.shares_gpus and self._pool is not None:
+            self.world.free_caches()  # as the publish that follows does
+            resting = self.world.peak_memory()[rank]
+        rows = predicted_and_measured(trainer_memory(self.config)[stage], peaks[rank], resting)
         self.console.table(f"memory of trainer rank {rank}", rows)
 
     def engine_metrics(self) -> dict[str, float]:

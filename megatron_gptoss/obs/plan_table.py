@@ -109,12 +109,15 @@ WORST = {
 }
 
 
-def predicted_and_measured(predicted: RankMemory, measured: PeakMemory) -> list[tuple[str, str]]:
-    """Peak memory of one rank as planned beside as it was, for a table after the first step. `predicted`: that of the rank's stage."""
+def predicted_and_measured(predicted: RankMemory, measured: PeakMemory, resting: PeakMemory | None = None) -> list[tuple[str, str]]:
+    """Peak memory of one rank as planned beside as it was, for a table after the first step. `predicted`: that of the rank's stage.
+    `resting`: when it has given back what it can, where an engine shares its GPU."""
+    rest = [("kept beside an engine at work", _beside(predicted.sum("always"), resting.reserved_now))] if resting else []
     return [
         ("tensors at the peak", _beside(predicted.allocated, measured.allocated)),
         ("held by the allocator, with gaps", _beside(predicted.reserved, measured.reserved)),
         ("on the GPU in all", _beside(predicted.while_it_works, measured.device)),  # engines that share it sleep when this is measured
+        *rest,
     ]
 
 

@@ -241,7 +241,8 @@ class TrainerWorker:
         if not self.settings.use_gpu:
             return None
         free, total = torch.cuda.mem_get_info()
-        return PeakMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free)
+        reserved = torch.cuda.memory_reserved()
+        return PeakMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free, reserved)
 
     def export_weights(self) -> ExportedWeights | None:
         """Put the policy's weights into the object store. Collective; only rank 0 returns something."""

@@ -384,6 +384,9 @@ def test_prediction_beside_measurement():
     shared = worst_rank(loaded("small_h200").config)
     assert shared.worst_phase == "engine" and shared.total > shared.while_it_works
     assert predicted_and_measured(shared, PeakMemory(1, 1, shared.while_it_works))[2][1].endswith("+0.0 %")
+    resting = PeakMemory(1, 1, 1, reserved_now=round(shared.sum("always") / 0.9))  # what no plan knows of is 10 % of it
+    name, words = predicted_and_measured(shared, PeakMemory(1, 1, 1), resting)[3]
+    assert name == "kept beside an engine at work" and words.endswith("predicted -10.0 %")
 
 
 def test_a_run_says_the_fullest_rank_beside_its_own_stage_and_only_once():
@@ -392,11 +395,13 @@ def test_a_run_says_the_fullest_rank_beside_its_own_stage_and_only_once():
     config = loaded("20b", "--parallel.pipeline=2", "--parallel.data=2", "--parallel.expert=2").config
     peaks = [PeakMemory(1, 1, 1), PeakMemory(1, 1, 1), PeakMemory(5 * GIB, 6 * GIB, 7 * GIB), PeakMemory(2, 2, 2)]
     said: list[tuple[str, list[tuple[str, str]]]] = []
+    asked: list[str] = []
     session: Any = SimpleNamespace(
         _memory_shown=False,
+        _pool=object(),
         config=config,
-        plan=SimpleNamespace(device="cuda", world_size=4, pipeline_parallel=2),
-        world=SimpleNamespace(peak_memory=lambda: peaks),
+        plan=SimpleNamespace(device="cuda", world_size=4, pipeline_parallel=2, shares_gpus=False),
+        world=SimpleNamespace(peak_memory=lambda: peaks, free_caches=lambda: asked.append("free_caches")),
         console=SimpleNamespace(table=lambda title, rows: said.append((title, rows))),
     )
     for _ in range(2):
@@ -404,4 +409,7 @@ def test_a_run_says_the_fullest_rank_beside_its_own_stage_and_only_once():
     assert said == [("memory of trainer rank 2", predicted_and_measured(trainer_memory(config)[1], peaks[2]))]
     session._memory_shown, session.plan.device = False, "cpu"
     Session.show_memory(session)
-    assert len(said) == 1
+    assert len(said) == 1 and asked == []
+    session.plan.device, session.plan.shares_gpus = "cuda", True  # then also what is left when the rank has given back what it can
+    Session.show_memory(session)
+    assert asked == ["free_caches"] and said[1][1] == predicted_and_measured(trainer_memory(config)[1], peaks[2], peaks[2])

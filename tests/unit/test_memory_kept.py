@@ -1,8 +1,10 @@
-"""What a layer keeps for backward, as predicted, is what autograd saves: the storages are counted, to the byte but for a few dozen.
+"""What a layer keeps for backward, as predicted, is what autograd saves: the storages are counted, to the byte but for a few dozen. And when
+backward has run, nothing of a microbatch is left: where engines share the GPU its memory is theirs.
 
 In a process of its own, since TRITON_INTERPRET is read when triton is imported, and the grouped experts run in the interpreter here.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -19,7 +21,11 @@ TOKENS, LAYERS = 64, (2, 4)  # both kinds of layers once, then twice: the differ
 
 def child(folder: Path) -> None:
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
+    from megatron_gptoss.config.schema import DiagnoseConfig, TrainerConfig
     from megatron_gptoss.parallel.groups import destroy_groups, init_groups
     from megatron_gptoss.parallel.shape import ParallelShape
 
@@ -27,9 +33,28 @@ def child(folder: Path) -> None:
     shape = ParallelShape(world=1)
     init_groups(shape, rank=0, init_method=f"file://{folder}/meet", timeout_s=60, seed=0, backend="gloo")
     from megatron_gptoss.checkpoint.weight_map import load_hf
-    from megatron_gptoss.model.build import build_model
+    from megatron_gptoss.model.build import attention_options, build_model
     from megatron_gptoss.model.gpt_oss import packed_params
     from tests.helpers.tiny_model import TINY, packed_batch, strong_tensors
+
+    class Made(TorchDispatchMode):
+        """Every storage that is made inside the block."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[tuple[StorageWeakRef, str, int]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    storage = leaf.untyped_storage()
+                    self.found.append((StorageWeakRef(storage), f"{func} {tuple(leaf.shape)}", storage.nbytes()))
+            return out
+
+        def alive(self, known: set[StorageWeakRef]) -> dict[str, int]:
+            gc.collect()  # Triton's interpreter leaves cycles
+            return {words: size for reference, words, size in self.found if not reference.expired() and reference not in known}
 
     def saved_bytes(layers: int, experts: str, recompute: str) -> int:
         model = TINY.model_copy(update={"num_hidden_layers": layers})
@@ -50,9 +75,35 @@ def child(folder: Path) -> None:
             built(tokens, positions, packed_seq_params=packed_params(cu_seqlens, TOKENS // 4), head=lambda hidden, _: hidden.sum())
         return sum(storage.nbytes() for storage in found.values())
 
+    def left_behind(attention: str, experts: str, rotary: str, recompute: str) -> dict[str, int]:
+        """What the second of two microbatches made and is there still when backward has run: operator and shape -> bytes."""
+        options = attention_options(TrainerConfig(attention=attention), DiagnoseConfig())
+        built = build_model(TINY, shape, attention=options, experts=experts, rotary=rotary, recompute=recompute)
+        load_hf(built, TINY, strong_tensors(TINY, 0))
+        built.train()
+
+        def both_ways(seed: int, made: Made) -> None:
+            tokens, positions, cu_seqlens = packed_batch([TOKENS // 4] * 4, TINY.vocab_size, seed)
+            with made:
+                packed = packed_params(cu_seqlens, TOKENS // 4)
+                built(tokens, positions, packed_seq_params=packed, head=lambda hidden, _: hidden.square().sum()).backward()
+            for parameter in built.parameters():
+                parameter.grad = None
+
+        both_ways(1, first := Made())
+        both_ways(2, second := Made())
+        # What was made once and for all, such as the table of rotations, is no part of a microbatch.
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in built.parameters()} | {reference for reference, *_ in first.found}
+        return second.alive(known)
+
     result = {
         f"{experts} {recompute}": [saved_bytes(layers, experts, recompute) for layers in LAYERS]
         for experts in ("loop", "grouped")
+        for recompute in ("none", "selective", "full")
+    }
+    result["left behind"] = {
+        f"{' '.join(backends)} {recompute}": left_behind(*backends, recompute)
+        for backends in (("reference", "loop", "reference"), ("triton", "grouped", "fused"))
         for recompute in ("none", "selective", "full")
     }
     (folder / "result.json").write_text(json.dumps(result))
@@ -67,7 +118,10 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
 
     fields = {f"model.{name}": getattr(TINY, name) for name in TINY.model_fields_set}
     config = changed_config(Config(), {**fields, "trainer.tokens_per_microbatch": TOKENS})
-    for case, (few, many) in json.loads((tmp_path / "result.json").read_text()).items():
+    result = json.loads((tmp_path / "result.json").read_text())
+    for case, left in result.pop("left behind").items():
+        assert sum(left.values()) < 8 * TOKENS, f"{case}: of a microbatch is left {left}"
+    for case, (few, many) in result.items():
         experts, recompute = case.split()
         planned = changed_config(config, {"trainer.experts": experts, "trainer.recompute": recompute})
         predicted = kept_of_layer(planned, flow(planned), recompute)
