@@ -144,7 +144,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Loaded]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of the model; default: all")
-    parser.add_argument("--tokens", type=int, default=300, help="new tokens of an answer, where log-probs are compared and --answers are timed")
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="new tokens of an answer, where log-probs are compared and --answers are timed"
+    )
     parser.add_argument("--answers", type=int, default=0, help="so many of them are sampled and scored, both timed")
     parser.add_argument("--folder", type=Path, help="for the run directory with its logs; default: a temporary one")
     parser.add_argument("--only-time", action="store_true", help="no comparison of log-probs and no sentinels")

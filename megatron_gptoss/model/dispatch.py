@@ -36,8 +36,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s, b, C] -> rows [N, C] sorted by expert, and their weights [N]."""
-        # Not the weights and the map, as Megatron does: where backward runs the layer again they would hold its input and that one's gradient
-        # until the next forward pass, over the whole model two tensors [T, C] a layer.
+        # Not the weights and the map, which Megatron keeps: where backward runs the layer again they would hold its input and that one's
+        # gradient until the next forward pass, two tensors [T, C] a layer.
         self.hidden_shape = hidden_states.shape
         self.tokens_per_expert = self.device_counts = self.preprocess(routing_map)
         if self.divided:  # only how much to send must be known on the host

@@ -1,5 +1,5 @@
-"""What a layer keeps for backward, as predicted, is what autograd saves: the storages are counted, to the byte but for a few dozen. And when
-backward has run, nothing of a microbatch is left: where engines share the GPU its memory is theirs.
+"""What a layer keeps for backward, as predicted, is what autograd saves: the storages are counted, to the byte but for a few dozen. And
+when backward has run, nothing of a microbatch is left: where engines share the GPU its memory is theirs.
 
 In a process of its own, since TRITON_INTERPRET is read when triton is imported, and the grouped experts run in the interpreter here.
 """
