@@ -13,9 +13,7 @@ from megatron_gptoss.config.load import Loaded
 from megatron_gptoss.config.plan import RunPlan
 from megatron_gptoss.loop.session import Session, open_session
 from megatron_gptoss.loop.train import finish, has_samples, measure, publish, record, save_and_evaluate_if_due, start, steps, update
-from megatron_gptoss.obs.spans import SPANS
 from megatron_gptoss.rl.advantages import keep_informative
-from megatron_gptoss.rollout.archive import write_archive
 from megatron_gptoss.rollout.stream import RolloutStream, Taken
 from megatron_gptoss.rollout.versions import continued_turns
 from megatron_gptoss.types import Prompt, RolloutGroup
@@ -65,11 +63,10 @@ def open_stream(session: Session) -> RolloutStream:
 
 
 def take_rollouts(session: Session, stream: RolloutStream, step: int) -> Taken:
-    """The step's groups, when the last of them is finished, and the archive of them."""
+    """The step's groups, when the last of them is finished, and the archive of them begun."""
     with session.clock("wait"), session.console.waiting(f"step {step}: waiting for rollouts"):
         taken = session.run(stream.take(session.progress.policy_version))
-    with SPANS("archive"):
-        write_archive(session.dir.rollouts / f"step-{step}.jsonl", step, taken.groups, session.tokenizer)
+    session.archiving.begin(session.dir.rollouts / f"step-{step}.jsonl", step, taken.groups, session.tokenizer)
     session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + taken.num_prompts)
     return taken
 

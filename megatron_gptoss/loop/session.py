@@ -29,6 +29,7 @@ from megatron_gptoss.config.rank_memory import fits_beside_a_starting_engine, tr
 from megatron_gptoss.config.schema import Config, OptimizerFields
 from megatron_gptoss.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_gptoss.errors import MachineError, RunFailed, StoppedEarly
+from megatron_gptoss.loop.archiving import Archiving
 from megatron_gptoss.loop.event_loop import EventLoop
 from megatron_gptoss.loop.nodes import gpus_of, lost_nodes, too_few_gpus, wait_for_nodes
 from megatron_gptoss.loop.orphans import Keeper
@@ -129,6 +130,7 @@ class Session:
         self.step_began = time.perf_counter()
         self._memory_shown = False
         saved_step = checkpoint_step(self.checkpoint) if self.checkpoint is not None else 0
+        self.archiving = Archiving(ending)
         self._saves = Saves(self.dir, self.config, saved_step or 0, ending)
         self.nodes: list[str] = []  # Ray's ids, in the plan's order
 
@@ -148,6 +150,8 @@ class Session:
             RunDir.resume(self.dir.path, self.config, resumed_step)
             for torn in self.dir.checkpoints.glob(".tmp-*"):
                 shutil.rmtree(torn)
+            for torn in self.dir.rollouts.glob(".*.tmp"):
+                torn.unlink()
         write_manifest(self.dir, self.command, self.plan, self._backends(), resumed_step)
         self._metrics = MetricsLog(self.dir, resumed_step)
 

@@ -26,7 +26,6 @@ from megatron_gptoss.rl.advantages import AdvantageRule, Kept, keep_informative
 from megatron_gptoss.rl.kl_reward import kl_rewards
 from megatron_gptoss.rl.samples import by_sample, is_trained, make_samples
 from megatron_gptoss.rl.value_loss import value_figures
-from megatron_gptoss.rollout.archive import write_archive
 from megatron_gptoss.rollout.scores import write_scores
 from megatron_gptoss.rollout.versions import lags
 from megatron_gptoss.trainer.how import Update
@@ -85,7 +84,7 @@ def steps(session: Session) -> Iterator[int]:
 
 
 def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
-    """The step's prompts, all their rollouts, and the archive of them."""
+    """The step's prompts, all their rollouts, and the archive of them begun."""
     with session.clock("rollout"):
         prompts = session.task.prompts("train", session.progress.prompt_cursor, session.plan.groups_per_step)
         groups = session.collect(
@@ -96,8 +95,7 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
             words=f"step {step}: rollouts",
             routes=session.config.rl.router_replay == "engine",
         )
-    with SPANS("archive"):
-        write_archive(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
+    session.archiving.begin(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
     session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + len(prompts))
     return groups
 
@@ -191,6 +189,7 @@ def record(
     session: Session, step: int, groups: Sequence[RolloutGroup], kept: Kept, stats: StepStats | None, more: Mapping[str, float] = NOTHING
 ) -> None:
     """`more`: what another story measured of its own, by metric name."""
+    session.archiving.finish()  # scores and metrics speak of rollouts that are there
     values = rollout_metrics(groups, kept) | step_metrics(stats) | session.engine_metrics() | dict(more)
     updated_from = session.progress.policy_version - (stats is not None and stats.num_updates > 0)
     values["rollout/lag_mean"], values["rollout/lag_max"] = lags([r for g in groups for r in g.rollouts], updated_from)

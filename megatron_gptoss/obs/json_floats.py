@@ -1,11 +1,17 @@
-"""How do floats that are not finite get through JSON, which has no numbers for them?
+"""How do millions of floats get through JSON, those among them that are not finite, for which it has no numbers?
 
-In: a float. Out: itself, or the text "nan", "inf" or "-inf"; and back.
+In: a float. Out: itself, or the text "nan", "inf" or "-inf"; and back. A line of JSON is written by msgspec, in the shortest digits that
+read back to the same double, some ten times faster than Python's own.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -13,3 +19,17 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def to_json(value: float) -> float | str:
     """`str` of a float that is not finite is exactly its key in NOT_FINITE."""
     return value if math.isfinite(value) else str(value)
+
+
+def all_to_json(values: Iterable[float]) -> list[Any]:
+    """`to_json` of each."""
+    numbers = list(map(float, values))
+    return numbers if all(map(math.isfinite, numbers)) else [to_json(number) for number in numbers]
+
+
+def json_line(value: Any) -> bytes:
+    """Of plain values without a float that is not finite; ends with a line feed."""
+    try:
+        return msgspec.json.encode(value) + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, which has no UTF-8 and is escaped
+        return json.dumps(value, ensure_ascii=True, allow_nan=False).encode() + b"\n"

@@ -7,9 +7,10 @@ the larger part of the file (docs/router_replay.md).
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from megatron_gptoss.data.prompts import read_json_lines
 from megatron_gptoss.data.tokenizer import Tokenizer
 from megatron_gptoss.errors import DataError
 from megatron_gptoss.obs.disk import disk_errors
-from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
+from megatron_gptoss.obs.json_floats import NOT_FINITE, all_to_json, json_line, to_json
 from megatron_gptoss.rollout.routes import routes_from_json, routes_to_json
 from megatron_gptoss.rollout.scores import scores_beside
 from megatron_gptoss.rollout.versions import versions_from_json, versions_to_json
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
+
+THREADS = 4  # deflating routes, most of the work where there are any, runs beside everything else
+AHEAD = 64  # rollouts whose lines are in memory at once
 
 
 def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
@@ -35,19 +39,23 @@ def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], t
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                for number, group in enumerate(groups):
-                    if not group.rollouts:
-                        raise ValueError(f"group {number} ({group.prompt.id}) has no rollouts, and a file of rollouts cannot hold it")
-                    for rollout in group.rollouts:
-                        # ensure_ascii: a prompt may hold a lone surrogate, which has no UTF-8.
-                        file.write(json.dumps(_to_json(step, number, rollout, tokenizer), ensure_ascii=True, allow_nan=False) + "\n")
+            with temporary.open("wb") as file, ThreadPoolExecutor(THREADS, thread_name_prefix="archive") as threads:
+                for some in batched(_numbered(groups), AHEAD):
+                    file.writelines(threads.map(lambda each: json_line(_to_json(step, each[0], each[1], tokenizer)), some))
                 file.flush()
                 os.fsync(file.fileno())
             scores_beside(path).unlink(missing_ok=True)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _numbered(groups: Sequence[RolloutGroup]) -> Iterator[tuple[int, Rollout]]:
+    for number, group in enumerate(groups):
+        if not group.rollouts:
+            raise ValueError(f"group {number} ({group.prompt.id}) has no rollouts, and a file of rollouts cannot hold it")
+        for rollout in group.rollouts:
+            yield number, rollout
 
 
 def read_archive(path: str | Path) -> list[RolloutGroup]:
@@ -85,7 +93,7 @@ def _to_json(step: int, group: int, rollout: Rollout, tokenizer: Tokenizer) -> d
         "text": tokenizer.decode(rollout.token_ids),
         "token_ids": list(rollout.token_ids),
         "sampled": [int(flag) for flag in rollout.sampled],
-        "logp": [_number(value) for value in rollout.logp],  # Python writes the shortest digits that read back to the same double
+        "logp": all_to_json(rollout.logp),
         "routes": routes_to_json(rollout.routes),
     }
 

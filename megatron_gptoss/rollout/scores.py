@@ -6,14 +6,15 @@ gave no sample, such as those of groups without signal, are not in it. Which tex
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_gptoss.data.prompts import read_json_lines
 from megatron_gptoss.errors import DataError
-from megatron_gptoss.obs.json_floats import NOT_FINITE, to_json
+from megatron_gptoss.obs.json_floats import NOT_FINITE, all_to_json, json_line, to_json
 from megatron_gptoss.obs.run_dir import write_atomic
 from megatron_gptoss.types import SampleScores
 
@@ -29,14 +30,15 @@ def write_scores(path: Path, step: int, scores: Sequence[SampleScores]) -> None:
     for each in scores:
         if len(each.advantage) != len(each.trainer_logp):
             raise ValueError(f"{each.name}: {len(each.advantage)} advantages but {len(each.trainer_logp)} log-probs")
-        same = len({repr(x) for x in each.advantage}) == 1  # one number says it, as for most rules of advantages; -0.0 is not 0.0
+        bits = np.array(each.advantage, np.float64).view(np.int64)  # -0.0 is not 0.0
+        same = bits.size > 0 and bool((bits == bits[0]).all())  # one number says it, as for most rules of advantages
         line = {
             "step": step,
             "sample": each.name,
-            "advantage": to_json(each.advantage[0]) if same else [to_json(x) for x in each.advantage],
-            "trainer_logp": [to_json(x) for x in each.trainer_logp],
+            "advantage": to_json(float(each.advantage[0])) if same else all_to_json(each.advantage),
+            "trainer_logp": all_to_json(each.trainer_logp),
         }
-        lines.append(json.dumps(line, ensure_ascii=True, allow_nan=False) + "\n")
+        lines.append(json_line(line).decode())
     write_atomic(path, "".join(lines))
 
 

@@ -4,6 +4,8 @@ import errno
 import json
 import math
 import os
+import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_gptoss.config.schema import Config, TokenizerConfig
 from megatron_gptoss.data.tokenizer import load_tokenizer
 from megatron_gptoss.errors import DataError, MachineError
+from megatron_gptoss.loop import archiving
 from megatron_gptoss.rollout.archive import read_archive, write_archive
 from megatron_gptoss.rollout.scores import scores_beside, write_scores
 from megatron_gptoss.rollout.versions import runs_of
@@ -164,17 +167,48 @@ def test_a_full_disk_is_a_machine_error_and_leaves_the_old_file(tmp_path, monkey
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+def test_it_is_written_beside_the_step_and_whole_before_the_step_is_recorded(tmp_path, monkeypatch):
+    """Archiving: a step goes on meanwhile, hears what went wrong at its end, and a run that ends early waits for what it began."""
+    go_on, begun = threading.Event(), []
+
+    def slow(path, *rest):
+        begun.append(path)
+        assert go_on.wait(30)
+        write_archive(path, *rest)
+
+    monkeypatch.setattr(archiving, "write_archive", slow)
+    first, second, third = (tmp_path / f"step-{step}.jsonl" for step in (1, 2, 3))
+    groups = [RolloutGroup(PROMPT, (ROLLOUT,))]
+    with ExitStack() as ending:
+        it = archiving.Archiving(ending)
+        it.finish()  # nothing was begun
+        it.begin(first, 1, groups, TINY)
+        assert not first.exists()  # it waits, and this goes on
+        go_on.set()
+        it.finish()
+        assert read_archive(first) == groups
+        it.begin(second, 2, [RolloutGroup(PROMPT, ())], TINY)
+        with pytest.raises(ValueError, match="has no rollouts"):
+            it.finish()
+        it.finish()  # said once
+        go_on.clear()
+        it.begin(third, 3, groups, TINY)
+        threading.Timer(0.2, go_on.set).start()
+    assert read_archive(third) == groups
+    assert begun == [first, second, third] and {path.name for path in tmp_path.iterdir()} == {first.name, third.name}
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda line: line[: len(line) // 2], r"a.jsonl:2: this line is not JSON"),
         (lambda line: "{}", r"a.jsonl:2: this line is not a rollout: the field '\w+' is missing"),
-        (lambda line: line.replace('"sampled": [0, 1, 1]', '"sampled": [0, 1]'), r"a.jsonl:2: .*3 tokens, 2 flags"),
-        (lambda line: line.replace('"logp": [0.0', '"logp": ["zero"'), r"a.jsonl:2: .*could not convert string to float"),
-        (lambda line: line.replace('"logp": [0.0', '"logp": [[0.0]'), r"a.jsonl:2: this line is not a rollout"),
-        (lambda line: line.replace('"versions": [[4, 2]]', '"versions": [[4, 1]]'), r"a.jsonl:2: .*2 sampled tokens, but policy versions"),
-        (lambda line: line.replace('"versions": [[4, 2]]', '"versions": [[4, 1], [4, 1]]'), r"a.jsonl:2: .*neighbours of one policy"),
-        (lambda line: line.replace('"versions": [[4, 2]]', '"versions": [4, 4, 4]'), r"a.jsonl:2: .*3 policy versions for 1 assistant"),
+        (lambda line: line.replace('"sampled":[0,1,1]', '"sampled":[0,1]'), r"a.jsonl:2: .*3 tokens, 2 flags"),
+        (lambda line: line.replace('"logp":[0.0', '"logp":["zero"'), r"a.jsonl:2: .*could not convert string to float"),
+        (lambda line: line.replace('"logp":[0.0', '"logp":[[0.0]'), r"a.jsonl:2: this line is not a rollout"),
+        (lambda line: line.replace('"versions":[[4,2]]', '"versions": [[4, 1]]'), r"a.jsonl:2: .*2 sampled tokens, but policy versions"),
+        (lambda line: line.replace('"versions":[[4,2]]', '"versions": [[4, 1], [4, 1]]'), r"a.jsonl:2: .*neighbours of one policy"),
+        (lambda line: line.replace('"versions":[[4,2]]', '"versions": [4, 4, 4]'), r"a.jsonl:2: .*3 policy versions for 1 assistant"),
         (lambda line: line.replace("(37+58)*4", "(37+58)*5"), r"a.jsonl:2: .*group 0 has rollouts of two prompts"),
     ],
 )
