@@ -73,6 +73,14 @@ def balanced_bins(lengths: Sequence[int], work: Sequence[float], *, bins: int, c
     return None
 
 
+def bins_at_least(lengths: Sequence[int], capacity: int) -> int:
+    """No packing needs fewer: neither may tokens be over, nor have more than k of those samples one bin that are longer than 1 / (k + 1) of
+    it. Answers that were cut at one length waste a part of every bin, and a search from the number of tokens alone fails over and over."""
+    longest_first = sorted(lengths, reverse=True)
+    by_length = ((place // (capacity // length)) + 1 for place, length in enumerate(longest_first))
+    return max(-(-sum(lengths) // capacity), max(by_length, default=0))
+
+
 def _least_work(fitting: list[int], used: list[int], loads: list[float]) -> int | None:
     return min(fitting, key=lambda b: (loads[b], b), default=None)
 
@@ -255,7 +263,7 @@ def plan_packing(
             name = samples[i].name if samples else f"sample {i}"
             raise ValueError(f"{name} has {length} tokens, the microbatch budget is {capacity}")
     enough = -(-len(lengths) // ranks)  # each sample alone
-    fewest = max(-(-sum(lengths) // (ranks * capacity)), min(at_least, enough))
+    fewest = max(-(-bins_at_least(lengths, capacity) // ranks), min(at_least, enough))
     if ranks == 1:
         consecutive = split_by_budget(lengths, capacity)
         if len(consecutive) >= fewest:

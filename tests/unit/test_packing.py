@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_gptoss.config.schema import ModelConfig
-from megatron_gptoss.parallel.packing import balanced_bins, make_microbatch, pack, pack_step, plan_packing, work_of
+from megatron_gptoss.parallel.packing import (
+    balanced_bins,
+    bins_at_least,
+    make_microbatch,
+    pack,
+    pack_step,
+    plan_packing,
+    split_by_budget,
+    work_of,
+)
 from megatron_gptoss.types import Sample
 
 
@@ -59,6 +68,19 @@ def test_one_rank_packs_the_samples_as_they_come(lengths, capacity):
     (bins,) = plan_packing(lengths, 1, capacity, float)
     assert [i for bin in bins for i in bin] == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in a) + lengths[b[0]] > capacity for a, b in pairwise(bins)), "the next sample had no room"
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(60, 100))
+def test_no_packing_has_fewer_bins_than_there_must_be(lengths, capacity):
+    assert bins_at_least(lengths, capacity) <= len(split_by_budget(sorted(lengths), capacity))
+
+
+def test_how_many_bins_there_must_be_by_hand():
+    assert bins_at_least([6, 6, 6, 1], 10) == 3  # no two of the long ones have room together, and 19 tokens would need 2
+    assert bins_at_least([4196] * 2048, 16384) == 683  # three in a bin, where the tokens alone would go into 525
+    assert bins_at_least([2, 3, 5], 10) == 1 and bins_at_least([], 10) == 0
+    many = plan_packing([4196] * 2048, 8, 16384, float)
+    assert {len(of_rank) for of_rank in many} == {86}  # 683 over 8 ranks
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 6))
