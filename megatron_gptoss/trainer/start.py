@@ -28,6 +28,7 @@ from megatron_gptoss.errors import DeadlineExpired, GptossError, MachineError, T
 from megatron_gptoss.obs.logs import last_lines
 from megatron_gptoss.rl.parity import PieceGap
 from megatron_gptoss.sync.transfer import Sent, SharedBuffers, Superseded, Transfer
+from megatron_gptoss.trainer import wire
 from megatron_gptoss.trainer.how import Update
 from megatron_gptoss.trainer.worker import Actor, ExportedWeights, TrainerSettings, TrainerWorker
 from megatron_gptoss.types import CriticStats, MicroBatch, PeakMemory, StepStats
@@ -65,6 +66,7 @@ class TrainingWorld:
             if "triton" in (settings.trainer.attention, settings.trainer.backend_of_windowed_layers):
                 # Asked of the user's own environment by preflight; Ray's workers on another node would not have it.
                 environment["TRITON_INTERPRET"] = "1"
+        wire.register()
         remote = ray.remote(worker)
         self.actors: list[Actor] = [
             remote.options(
@@ -178,9 +180,14 @@ class TrainingWorld:
     ) -> list:
         """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]. `reference`: of the reference
         policy instead of the current one. `router_replay`: whose choice of experts the pass follows, and keep it for the update."""
-        arguments = [([m[d] for m in minibatches], temperature, reference, router_replay) for d in self._data]
+        arguments = [(batches, temperature, reference, router_replay) for batches in self._dealt(minibatches)]
         scores = self._all("score", "score", arguments)
         return [scores[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)]
+
+    def _dealt(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[ray.ObjectRef]:
+        """For each rank the microbatches of its data-parallel rank, [m][microbatch], in the object store once for all that share them."""
+        stored = [ray.put([m[d] for m in minibatches]) for d in range(self.settings.shape.data)]
+        return [stored[d] for d in self._data]
 
     @staticmethod
     def by_microbatch(minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *scored: list) -> Iterator[tuple]:
@@ -190,16 +197,17 @@ class TrainingWorld:
 
     def values(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]]) -> Iterator[tuple]:
         """(microbatch, the critic's values [N] before its trained tokens) for every microbatch."""
-        values = self._all("value", "values", [([m[d] for m in minibatches],) for d in self._data])
+        values = self._all("value", "values", [(batches,) for batches in self._dealt(minibatches)])
         return _beside(minibatches, [values[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)])
 
     def update_critic(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], rl: RlConfig) -> CriticStats:
         """One training step of the critic, towards the targets that the microbatches carry."""
-        return self._all("update the critic", "update_critic", [([m[d] for m in minibatches], rl) for d in self._data])[0]
+        return self._all("update the critic", "update_critic", [(batches, rl) for batches in self._dealt(minibatches)])[0]
 
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
-        arguments = [([m[d] for m in minibatches], how, None if old is None else old[d]) for d in self._data]
+        dealt = zip(self._dealt(minibatches), self._data, strict=True)
+        arguments = [(batches, how, None if old is None else old[d]) for batches, d in dealt]
         stats = self._with_all_scores(self._all("update", "update", arguments, self._change))
         if stats.num_updates == 0:
             with self._order:
