@@ -334,6 +334,10 @@ class Bench:
     def time_answers(self, answers: int) -> None:
         """Sampled by the engines, then scored by the trainer, twice: the first time it compiles."""
         s = self.session
+        if not self.options.only_time:  # what is there by now are sentinels
+            s.rest_engines()
+            self.policy("A")
+            self.update()
         t0 = time.perf_counter()
         samples = s.run(self._sample(self.options.tokens, answers))
         t1 = time.perf_counter()

@@ -63,10 +63,10 @@ def open_stream(session: Session) -> RolloutStream:
 
 
 def take_rollouts(session: Session, stream: RolloutStream, step: int) -> Taken:
-    """The step's groups, when the last of them is finished, and the archive of them begun."""
+    """The step's groups, when the last of them is finished, and the archive of them planned."""
     with session.clock("wait"), session.console.waiting(f"step {step}: waiting for rollouts"):
         taken = session.run(stream.take(session.progress.policy_version))
-    session.archiving.begin(session.dir.rollouts / f"step-{step}.jsonl", step, taken.groups, session.tokenizer)
+    session.archiving.plan(session.dir.rollouts / f"step-{step}.jsonl", step, taken.groups, session.tokenizer)
     session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + taken.num_prompts)
     return taken
 

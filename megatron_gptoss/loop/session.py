@@ -130,7 +130,7 @@ class Session:
         self.step_began = time.perf_counter()
         self._memory_shown = False
         saved_step = checkpoint_step(self.checkpoint) if self.checkpoint is not None else 0
-        self.archiving = Archiving(ending)
+        self.archiving = Archiving(ending, self.console)
         self._saves = Saves(self.dir, self.config, saved_step or 0, ending)
         self.nodes: list[str] = []  # Ray's ids, in the plan's order
 
@@ -150,7 +150,7 @@ class Session:
             RunDir.resume(self.dir.path, self.config, resumed_step)
             for torn in self.dir.checkpoints.glob(".tmp-*"):
                 shutil.rmtree(torn)
-            for torn in self.dir.rollouts.glob(".*.tmp"):
+            for torn in self.dir.rollouts.glob(".*"):
                 torn.unlink()
         write_manifest(self.dir, self.command, self.plan, self._backends(), resumed_step)
         self._metrics = MetricsLog(self.dir, resumed_step)

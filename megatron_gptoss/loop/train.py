@@ -84,7 +84,7 @@ def steps(session: Session) -> Iterator[int]:
 
 
 def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
-    """The step's prompts, all their rollouts, and the archive of them begun."""
+    """The step's prompts, all their rollouts, and the archive of them planned."""
     with session.clock("rollout"):
         prompts = session.task.prompts("train", session.progress.prompt_cursor, session.plan.groups_per_step)
         groups = session.collect(
@@ -95,7 +95,7 @@ def take_rollouts(session: Session, step: int) -> list[RolloutGroup]:
             words=f"step {step}: rollouts",
             routes=session.config.rl.router_replay == "engine",
         )
-    session.archiving.begin(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
+    session.archiving.plan(session.dir.rollouts / f"step-{step}.jsonl", step, groups, session.tokenizer)
     session.progress = replace(session.progress, prompt_cursor=session.progress.prompt_cursor + len(prompts))
     return groups
 
@@ -106,6 +106,7 @@ def update(session: Session, step: int, groups: Sequence[RolloutGroup]) -> StepS
     kl_in_reward, kl_ref, paid = c.rl.kl_coef > 0.0 and c.rl.kl_in == "reward", None, None
     samples = make_samples(groups, NO_VALUES if c.rl.has_critic else rule)
     batch = session.pack(samples, minibatches=c.rl.minibatches)
+    session.archiving.begin()
     with session.clock("score"):
         old = None
         if kl_in_reward or not session.plan.on_policy:
@@ -168,8 +169,10 @@ def measure(session: Session, groups: Sequence[RolloutGroup]) -> StepStats | Non
         return None
     c = session.config
     how = Update(policy=c.rl, temperature=c.rollout.temperature, keep_scores=c.run.archive_scores)
+    (batch,) = session.pack(samples)
+    session.archiving.begin()
     with session.clock("score"):
-        return session.world.measure(session.pack(samples)[0], how)
+        return session.world.measure(batch, how)
 
 
 def publish(session: Session, stats: StepStats | None) -> None:

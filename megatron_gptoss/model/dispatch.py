@@ -31,8 +31,10 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         super().__init__(*args, **kwargs)
         if self.drop_and_pad or self.config.moe_expert_capacity_factor is not None or self.config.moe_permute_fusion:
             raise ValueError("the dispatcher knows neither dropped nor padded tokens nor moe_permute_fusion")
+        if self.tp_size > 1:
+            raise ValueError("the dispatcher divides whole experts over ranks, not parts of them")
         self.backend = backend
-        self.divided = self.ep_size * self.tp_size > 1  # otherwise the rows are where they must be, and in order
+        self.divided = self.ep_size > 1  # otherwise the rows are where they must be, and in order
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s, b, C] -> rows [N, C] sorted by expert, and their weights [N]."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+LINE_ENDS = "\u0085\u2028\u2029"  # to str.splitlines, beside those that JSON escapes anyway
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -28,8 +29,11 @@ def all_to_json(values: Iterable[float]) -> list[Any]:
 
 
 def json_line(value: Any) -> bytes:
-    """Of plain values without a float that is not finite; ends with a line feed."""
+    """Of plain values without a float that is not finite; ends with a line feed, and has nothing else that some programs take for one."""
     try:
-        return msgspec.json.encode(value) + b"\n"
+        line = msgspec.json.encode(value)
+        for character in LINE_ENDS:
+            line = line.replace(character.encode(), rb"\u%04x" % ord(character))
+        return line + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which has no UTF-8 and is escaped
         return json.dumps(value, ensure_ascii=True, allow_nan=False).encode() + b"\n"

@@ -11,9 +11,8 @@ samples; and microbatches of like work are done at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ def bins_at_least(lengths: Sequence[int], capacity: int) -> int:
     """No packing needs fewer: neither may tokens be over, nor have more than k of those samples one bin that are longer than 1 / (k + 1) of
     it. Answers that were cut at one length waste a part of every bin, and a search from the number of tokens alone fails over and over."""
     longest_first = sorted(lengths, reverse=True)
-    by_length = ((place // (capacity // length)) + 1 for place, length in enumerate(longest_first))
+    by_length = ((place // (capacity // max(length, 1))) + 1 for place, length in enumerate(longest_first))
     return max(-(-sum(lengths) // capacity), max(by_length, default=0))
 
 
@@ -163,16 +162,24 @@ def split_by_budget(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
     """Pack samples one after another. Each trained token t+1 gives one prediction, made from position t."""
     lengths = [len(sample.token_ids) for sample in samples]
+
+    def joined(field: str, dtype: type[np.generic]) -> np.ndarray:
+        """Of all samples in a row: millions of Python's numbers, without a loop over them."""
+        parts = [np.array(getattr(sample, field), dtype) for sample in samples]
+        for sample, part, length in zip(samples, parts, lengths, strict=True):
+            if len(part) != length:
+                raise ValueError(f"{sample.name}: {length} tokens, but {len(part)} entries of {field}")
+        return np.concatenate(parts)
+
     starts = np.cumsum([0, *lengths])
-    tokens_T = _joined((sample.token_ids for sample in samples), np.int64)
-    trained_T = _joined((sample.trained for sample in samples), np.bool_)
-    (trained_N,) = trained_T.nonzero()  # places in the pack
+    tokens_T = joined("token_ids", np.int64)
+    (trained_N,) = joined("trained", np.bool_).nonzero()  # places in the pack
     sample_N = np.repeat(np.arange(len(samples)), lengths)[trained_N]
     advantage_S = np.array([sample.advantage for sample in samples], np.float32)
     advantage_N = advantage_S[sample_N]
     if any(sample.token_advantages for sample in samples):
-        each = (sample.token_advantages or (sample.advantage,) * len(sample.token_ids) for sample in samples)
-        advantage_N = _joined(each, np.float32)[trained_N]
+        samples = [s if s.token_advantages else replace(s, token_advantages=(s.advantage,) * len(s.token_ids)) for s in samples]
+        advantage_N = joined("token_advantages", np.float32)[trained_N]
     with_values = any(sample.values for sample in samples)
     batch = MicroBatch(
         names=tuple(sample.name for sample in samples),
@@ -184,18 +191,13 @@ def make_microbatch(samples: Sequence[Sample]) -> MicroBatch:
         target_N=torch.from_numpy(tokens_T[trained_N]),
         sample_N=torch.from_numpy(sample_N),
         advantage_N=torch.from_numpy(advantage_N),
-        engine_logp_N=torch.from_numpy(_joined((sample.engine_logp for sample in samples), np.float32)[trained_N]),
+        engine_logp_N=torch.from_numpy(joined("engine_logp", np.float32)[trained_N]),
         routes=_packed_routes(samples),
-        value_N=torch.from_numpy(_joined((sample.values for sample in samples), np.float32)[trained_N]) if with_values else None,
-        value_target_N=torch.from_numpy(_joined((s.value_targets for s in samples), np.float32)[trained_N]) if with_values else None,
+        value_N=torch.from_numpy(joined("values", np.float32)[trained_N]) if with_values else None,
+        value_target_N=torch.from_numpy(joined("value_targets", np.float32)[trained_N]) if with_values else None,
     )
     batch.check()
     return batch
-
-
-def _joined(parts: Iterable[Sequence[Any]], dtype: type[np.generic]) -> np.ndarray:
-    """One array of millions of Python's numbers, sequence by sequence, without a loop over them."""
-    return np.concatenate([np.array(part, dtype) for part in parts])
 
 
 def _packed_routes(samples: Sequence[Sample]) -> Routes | None:

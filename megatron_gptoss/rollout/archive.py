@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,6 @@ from megatron_gptoss.rollout.scores import scores_beside
 from megatron_gptoss.rollout.versions import versions_from_json, versions_to_json
 from megatron_gptoss.types import Prompt, RewardPart, Rollout, RolloutGroup
 
-THREADS = 4  # deflating routes, most of the work where there are any, runs beside everything else
-AHEAD = 64  # rollouts whose lines are in memory at once
-
 
 def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
     """Writes all rollouts of a step. The file appears whole or not at all; one of that name is replaced, and its scores, which are of other
@@ -39,9 +34,9 @@ def write_archive(path: str | Path, step: int, groups: Sequence[RolloutGroup], t
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file, ThreadPoolExecutor(THREADS, thread_name_prefix="archive") as threads:
-                for some in batched(_numbered(groups), AHEAD):
-                    file.writelines(threads.map(lambda each: json_line(_to_json(step, each[0], each[1], tokenizer)), some))
+            with temporary.open("wb") as file:
+                for number, rollout in _numbered(groups):
+                    file.write(json_line(_to_json(step, number, rollout, tokenizer)))
                 file.flush()
                 os.fsync(file.fileno())
             scores_beside(path).unlink(missing_ok=True)

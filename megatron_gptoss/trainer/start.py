@@ -180,13 +180,17 @@ class TrainingWorld:
     ) -> list:
         """`minibatches[m][d]` are microbatches of data-parallel rank d. Returns scores[d][m][microbatch]. `reference`: of the reference
         policy instead of the current one. `router_replay`: whose choice of experts the pass follows, and keep it for the update."""
-        arguments = [(batches, temperature, reference, router_replay) for batches in self._dealt(minibatches)]
+        arguments = [(batches, temperature, reference, router_replay) for batches in self._dealt(self._by_data(minibatches))]
         scores = self._all("score", "score", arguments)
         return [scores[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)]
 
-    def _dealt(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[ray.ObjectRef]:
-        """For each rank the microbatches of its data-parallel rank, [m][microbatch], in the object store once for all that share them."""
-        stored = [ray.put([m[d] for m in minibatches]) for d in range(self.settings.shape.data)]
+    def _by_data(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[list[Sequence[MicroBatch]]]:
+        """minibatches[m][d] -> [d][m]."""
+        return [[m[d] for m in minibatches] for d in range(self.settings.shape.data)]
+
+    def _dealt(self, by_data: Sequence[Any]) -> list[ray.ObjectRef]:
+        """For each rank what its data-parallel rank is to have, in the object store once for all that share it."""
+        stored = [ray.put(each) for each in by_data]
         return [stored[d] for d in self._data]
 
     @staticmethod
@@ -197,17 +201,17 @@ class TrainingWorld:
 
     def values(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]]) -> Iterator[tuple]:
         """(microbatch, the critic's values [N] before its trained tokens) for every microbatch."""
-        values = self._all("value", "values", [(batches,) for batches in self._dealt(minibatches)])
+        values = self._all("value", "values", [(batches,) for batches in self._dealt(self._by_data(minibatches))])
         return _beside(minibatches, [values[self.settings.shape.first_rank(d)] for d in range(self.settings.shape.data)])
 
     def update_critic(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], rl: RlConfig) -> CriticStats:
         """One training step of the critic, towards the targets that the microbatches carry."""
-        return self._all("update the critic", "update_critic", [(batches, rl) for batches in self._dealt(minibatches)])[0]
+        return self._all("update the critic", "update_critic", [(batches, rl) for batches in self._dealt(self._by_data(minibatches))])[0]
 
     def update(self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], how: Update, old: list | None = None) -> StepStats:
         """One training step. `old` is what `score` returned for the same minibatches, None when the update is on-policy."""
-        dealt = zip(self._dealt(minibatches), self._data, strict=True)
-        arguments = [(batches, how, None if old is None else old[d]) for batches, d in dealt]
+        scored = [None] * len(self.actors) if old is None else self._dealt(old)
+        arguments = [(batches, how, before) for batches, before in zip(self._dealt(self._by_data(minibatches)), scored, strict=True)]
         stats = self._with_all_scores(self._all("update", "update", arguments, self._change))
         if stats.num_updates == 0:
             with self._order:
@@ -216,7 +220,7 @@ class TrainingWorld:
 
     def measure(self, minibatch: Sequence[Sequence[MicroBatch]], how: Update) -> StepStats:
         """`minibatch[d]` are microbatches of data-parallel rank d. What an update would measure, without making one."""
-        return self._with_all_scores(self._all("measure", "measure", [(minibatch[d], how) for d in self._data]))
+        return self._with_all_scores(self._all("measure", "measure", [(batches, how) for batches in self._dealt(minibatch)]))
 
     @staticmethod
     def _with_all_scores(stats: Sequence[StepStats]) -> StepStats:

@@ -51,7 +51,7 @@ def test_sigkill_then_resume_continues_bit_for_bit(undisturbed, warm, tmp_path):
     reference, _ = undisturbed
     driver = gptoss("train", *DETERMINISTIC, "--run.id=b", "--init", str(warm), cwd=tmp_path, background=True)
     run = tmp_path / "runs" / "demo-b"
-    # step 3 has begun: its rollouts are archived before its update
+    # step 3 has begun: its rollouts are archived beside its update
     wait_for(lambda: (run / "rollouts" / "step-3.jsonl").exists() or driver.poll() is not None, "step 3")
     family = tree(driver.pid)
     assert len(family) > 5

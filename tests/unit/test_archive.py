@@ -7,6 +7,8 @@ import os
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +86,14 @@ TWO_TURNS = replace(
     ROLLOUT, token_ids=(1, 8, 6, 2, 3), sampled=(False, True, True, False, True), logp=(0.0, -0.1, -0.2, 0.0, -0.3),
     versions=(VersionRun(4, 3),),
 )  # fmt: skip
+
+
+def test_a_line_is_a_line_to_every_program(tmp_path):
+    text = "next\x85line, line\u2028 and paragraph\u2029 and \x0b \x0c \x1c \r ends"
+    odd = replace(ROLLOUT, prompt=replace(PROMPT, text=text))
+    write_archive(tmp_path / "a.jsonl", 0, [RolloutGroup(odd.prompt, (odd,))], TINY)
+    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt"] == text
 
 
 def test_two_groups_of_one_prompt_stay_two(tmp_path):
@@ -168,7 +178,7 @@ def test_a_full_disk_is_a_machine_error_and_leaves_the_old_file(tmp_path, monkey
 
 
 def test_it_is_written_beside_the_step_and_whole_before_the_step_is_recorded(tmp_path, monkeypatch):
-    """Archiving: a step goes on meanwhile, hears what went wrong at its end, and a run that ends early waits for what it began."""
+    """Archiving: a step goes on meanwhile, hears what went wrong at its end, and a run that ends early still has what it planned."""
     go_on, begun = threading.Event(), []
 
     def slow(path, *rest):
@@ -177,25 +187,35 @@ def test_it_is_written_beside_the_step_and_whole_before_the_step_is_recorded(tmp
         write_archive(path, *rest)
 
     monkeypatch.setattr(archiving, "write_archive", slow)
-    first, second, third = (tmp_path / f"step-{step}.jsonl" for step in (1, 2, 3))
-    groups = [RolloutGroup(PROMPT, (ROLLOUT,))]
+    first, second, third, fourth = (tmp_path / f"step-{step}.jsonl" for step in (1, 2, 3, 4))
+    groups, said = [RolloutGroup(PROMPT, (ROLLOUT,))], []
+    console: Any = SimpleNamespace(say=said.append)
     with ExitStack() as ending:
-        it = archiving.Archiving(ending)
-        it.finish()  # nothing was begun
-        it.begin(first, 1, groups, TINY)
+        it = archiving.Archiving(ending, console)
+        it.begin()  # nothing was planned
+        it.finish()
+        it.plan(first, 1, groups, TINY)
+        assert begun == []  # the trainer has no work yet
+        it.begin()
         assert not first.exists()  # it waits, and this goes on
         go_on.set()
         it.finish()
         assert read_archive(first) == groups
-        it.begin(second, 2, [RolloutGroup(PROMPT, ())], TINY)
+        it.plan(second, 2, [RolloutGroup(PROMPT, ())], TINY)
         with pytest.raises(ValueError, match="has no rollouts"):
-            it.finish()
+            it.finish()  # also of a step that gave the trainer nothing to do
         it.finish()  # said once
         go_on.clear()
-        it.begin(third, 3, groups, TINY)
+        it.plan(third, 3, groups, TINY)
+        it.begin()
         threading.Timer(0.2, go_on.set).start()
     assert read_archive(third) == groups
-    assert begun == [first, second, third] and {path.name for path in tmp_path.iterdir()} == {first.name, third.name}
+    assert begun == [first, second, third] and {path.name for path in tmp_path.iterdir()} == {first.name, third.name} and not said
+    with ExitStack() as ending:  # a run that failed before its trainer was asked
+        archiving.Archiving(ending, console).plan(fourth, 4, [RolloutGroup(PROMPT, ())], TINY)
+    assert begun[3:] == [fourth] and said == [
+        "ValueError: group 0 (arithmetic/train/1) has no rollouts, and a file of rollouts cannot hold it"
+    ]
 
 
 @pytest.mark.parametrize(

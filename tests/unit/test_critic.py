@@ -291,7 +291,8 @@ def run(*flags: str, step: int = 9, ranks: int = 1, budget: int = 100):
     world = World()
     session = SimpleNamespace(
         config=config, plan=SimpleNamespace(on_policy=True), world=world, clock=lambda _: nullcontext(), note_skip=lambda *_: None,
-        note_critic=lambda *_: None, show_memory=lambda: None, dir=SimpleNamespace(path=Path("nowhere")),
+        note_critic=lambda *_: None, show_memory=lambda: None, archiving=SimpleNamespace(begin=lambda: None),
+        dir=SimpleNamespace(path=Path("nowhere")),
         pack=lambda made, minibatches=1: pack_step(made, minibatches=minibatches, ranks=ranks, tokens_per_microbatch=budget),
     )  # fmt: skip
     return world, update(session, step, GROUPS)

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -150,6 +151,16 @@ def test_a_sample_over_the_budget_is_refused():
     for ranks in (1, 2):
         with pytest.raises(ValueError, match="s0 has 9 tokens, the microbatch budget is 8"):
             pack([sample(0, 9)], ranks=ranks, tokens_per_microbatch=8)
+
+
+@pytest.mark.parametrize("field", ["trained", "engine_logp", "token_advantages", "values", "value_targets"])
+def test_a_sample_whose_entries_are_no_entry_a_token_is_refused_by_name(field):
+    whole = {"token_advantages": (0.0,) * 4, "values": (0.0,) * 4, "value_targets": (0.0,) * 4}
+    good, bad = (replace(sample(i, 4), **whole) for i in (1, 2))
+    make_microbatch([good, bad])
+    for entries in (getattr(bad, field)[:3], (*getattr(bad, field), 0.0)):
+        with pytest.raises(ValueError, match=rf"s2: 4 tokens, but {len(entries)} entries of {field}"):
+            make_microbatch([replace(bad, **{field: entries}), good])
 
 
 def test_minibatches_cover_the_step_and_empty_ones_are_left_out():

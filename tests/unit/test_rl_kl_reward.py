@@ -57,7 +57,7 @@ def run(*flags: str, ranks: int = 1):
     world = World()
     session = SimpleNamespace(
         config=config, plan=SimpleNamespace(on_policy=on_policy), world=world, clock=lambda _: nullcontext(), note_skip=lambda *_: None,
-        show_memory=lambda: None, dir=SimpleNamespace(path=Path("nowhere")),
+        show_memory=lambda: None, archiving=SimpleNamespace(begin=lambda: None), dir=SimpleNamespace(path=Path("nowhere")),
         pack=lambda made, minibatches: pack_step(made, minibatches=minibatches, ranks=ranks, tokens_per_microbatch=10),
     )  # fmt: skip
     group = RolloutGroup(Prompt("p/1", "arithmetic", "1+1", "2"), tuple(rollout(float(i == 0), i) for i in range(4)))
