@@ -151,6 +151,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Loaded]:
     parser.add_argument("--folder", type=Path, help="for the run directory with its logs; default: a temporary one")
     parser.add_argument("--only-time", action="store_true", help="no comparison of log-probs and no sentinels")
     options, rest = parser.parse_known_args(arguments)
+    if options.answers < 0:
+        raise ConfigError(f"--answers {options.answers}: how many are to be sampled and scored; 0 or more, 0 for none.")
     paths, flags = parse_flags(rest)
     if options.layers:
         flags.append(Flag("model.num_hidden_layers", str(options.layers), "--layers"))

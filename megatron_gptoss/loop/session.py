@@ -150,7 +150,7 @@ class Session:
             RunDir.resume(self.dir.path, self.config, resumed_step)
             for torn in self.dir.checkpoints.glob(".tmp-*"):
                 shutil.rmtree(torn)
-            for torn in self.dir.rollouts.glob(".*"):
+            for torn in self.dir.rollouts.glob(".*.jsonl*"):
                 torn.unlink()
         write_manifest(self.dir, self.command, self.plan, self._backends(), resumed_step)
         self._metrics = MetricsLog(self.dir, resumed_step)

@@ -4,7 +4,6 @@ when backward has run, nothing of a microbatch is left: where engines share the 
 In a process of its own, since TRITON_INTERPRET is read when triton is imported, and the grouped experts run in the interpreter here.
 """
 
-import gc
 import json
 import os
 import subprocess
@@ -22,8 +21,6 @@ TOKENS, LAYERS = 64, (2, 4)  # both kinds of layers once, then twice: the differ
 def child(folder: Path) -> None:
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     from megatron_gptoss.config.schema import DiagnoseConfig, TrainerConfig
     from megatron_gptoss.parallel.groups import destroy_groups, init_groups
@@ -35,26 +32,8 @@ def child(folder: Path) -> None:
     from megatron_gptoss.checkpoint.weight_map import load_hf
     from megatron_gptoss.model.build import attention_options, build_model
     from megatron_gptoss.model.gpt_oss import packed_params
+    from tests.helpers.made import Made
     from tests.helpers.tiny_model import TINY, packed_batch, strong_tensors
-
-    class Made(TorchDispatchMode):
-        """Every storage that is made inside the block."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.found: list[tuple[StorageWeakRef, str, int]] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    storage = leaf.untyped_storage()
-                    self.found.append((StorageWeakRef(storage), f"{func} {tuple(leaf.shape)}", storage.nbytes()))
-            return out
-
-        def alive(self, known: set[StorageWeakRef]) -> dict[str, int]:
-            gc.collect()  # Triton's interpreter leaves cycles
-            return {words: size for reference, words, size in self.found if not reference.expired() and reference not in known}
 
     def saved_bytes(layers: int, experts: str, recompute: str) -> int:
         model = TINY.model_copy(update={"num_hidden_layers": layers})
@@ -75,8 +54,8 @@ def child(folder: Path) -> None:
             built(tokens, positions, packed_seq_params=packed_params(cu_seqlens, TOKENS // 4), head=lambda hidden, _: hidden.sum())
         return sum(storage.nbytes() for storage in found.values())
 
-    def left_behind(attention: str, experts: str, rotary: str, recompute: str) -> dict[str, int]:
-        """What the second of two microbatches made and is there still when backward has run: operator and shape -> bytes."""
+    def left_behind(attention: str, experts: str, rotary: str, recompute: str) -> list[tuple[str, int]]:
+        """What the second of two microbatches made and is there still when backward has run: operator and shape, bytes."""
         options = attention_options(TrainerConfig(attention=attention), DiagnoseConfig())
         built = build_model(TINY, shape, attention=options, experts=experts, rotary=rotary, recompute=recompute)
         load_hf(built, TINY, strong_tensors(TINY, 0))
@@ -93,8 +72,7 @@ def child(folder: Path) -> None:
         both_ways(1, first := Made())
         both_ways(2, second := Made())
         # What was made once and for all, such as the table of rotations, is no part of a microbatch.
-        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in built.parameters()} | {reference for reference, *_ in first.found}
-        return second.alive(known)
+        return second.alive({StorageWeakRef(tensor.untyped_storage()) for tensor in built.parameters()} | first.found.keys())
 
     result = {
         f"{experts} {recompute}": [saved_bytes(layers, experts, recompute) for layers in LAYERS]
@@ -120,7 +98,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     config = changed_config(Config(), {**fields, "trainer.tokens_per_microbatch": TOKENS})
     result = json.loads((tmp_path / "result.json").read_text())
     for case, left in result.pop("left behind").items():
-        assert sum(left.values()) < 8 * TOKENS, f"{case}: of a microbatch is left {left}"
+        assert sum(size for _, size in left) < 8 * TOKENS, f"{case}: of a microbatch is left {left}"
     for case, (few, many) in result.items():
         experts, recompute = case.split()
         planned = changed_config(config, {"trainer.experts": experts, "trainer.recompute": recompute})
